@@ -728,6 +728,8 @@ MODULES: dict[str, Any] = {
         16, 2, position=Rotary(8, scaling=LinearScaling(2.0)), gate=True, sink=True
     ).eval(),
     "cross": lambda: Attention(48, 6, kv_model=48, softcap=3.0).eval(),
+    "values": lambda: Attention(48, 6, value_model=48, bias=False).eval(),
+    "no output": lambda: Attention(48, 6, value_dim=5, out=False).eval(),
     "latent": lambda: convert.to_latent(attention(3, "halves"), 12, 8, calibration=tokens())[0],
     "DeepSeek": lambda: LatentAttention(
         48, 3, rank=8, nope_dim=4, rope_dim=4, q_rank=12, dtype=torch.bfloat16
@@ -741,7 +743,7 @@ def test_saved_modules_load_unchanged(kind: str, tmp_path: Path) -> None:
     module = MODULES[kind]()
     convert.save(module, tmp_path / "attention.safetensors")
     loaded = convert.load(tmp_path / "attention.safetensors")
-    x = torch.randn(2, 7, module.d_model, dtype=module.out.weight.dtype)
+    x = torch.randn(2, 7, module.d_model, dtype=next(module.parameters()).dtype)
     assert torch.equal(loaded(x), module(x))
     assert repr(loaded) == repr(module)
 
@@ -876,6 +878,11 @@ def test_loaded_modules_are_in_evaluation_mode(tmp_path: Path) -> None:
             lambda m, x: convert.to_grouped(Attention(8, 2, kv_model=4), 1),
             ValueError,
             "expected self-attention",
+        ),
+        (
+            lambda m, x: convert.to_grouped(Attention(8, 2, out=False), 1),
+            ValueError,
+            "with the projections qkv and out",
         ),
         (lambda m, x: convert.to_grouped(nn.MultiheadAttention(8, 2, kdim=4), 1), ValueError, "got kdim = 4"),
         (

@@ -593,7 +593,7 @@ def test_attention_matches_pytorch(kv_heads: int) -> None:
 
 
 def test_cross_attention_and_its_memory() -> None:
-    module = regard.nn.CrossAttention(24, 4, 10)
+    module = regard.nn.CrossAttention(24, heads=4, kv_model=10)
     x, context, lengths = torch.randn(2, 7, 24), torch.randn(2, 5, 10), torch.tensor([5, 2])
     out = module(x, context, mask=M.Lengths(lengths))
     memory = module.remember(context)
@@ -602,13 +602,6 @@ def test_cross_attention_and_its_memory() -> None:
     assert_close(out[1:], module(x[1:], context[1:, :2]))
     assert {name for name, _ in module.named_parameters()} == {
         "q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"}  # fmt: skip
-
-
-def test_named_constructors() -> None:
-    assert regard.nn.SelfAttention(24, 4).kv_heads == 4
-    assert regard.nn.MultiQueryAttention(24, 4).kv_heads == 1
-    assert regard.nn.GroupedQueryAttention(24, 4, 2, bias=False).qkv.weight.shape == (48, 24)
-    assert regard.nn.CrossAttention(24, 4).kv_model == 24
 
 
 RULES: dict[str, Any] = {
@@ -642,7 +635,7 @@ def test_padded_packed_and_nested_agree(rule: str, mask: M.Mask | None) -> None:
 
 
 def test_packed_cross_attention() -> None:
-    module = regard.nn.CrossAttention(24, 4, 10)
+    module = regard.nn.CrossAttention(24, heads=4, kv_model=10)
     xs, contexts = [torch.randn(n, 24) for n in (5, 2)], [torch.randn(n, 10) for n in (3, 6)]
     expected = torch.cat([module(x, c) for x, c in zip(xs, contexts, strict=True)])
     out = module(
@@ -734,7 +727,7 @@ def test_new_cache() -> None:
         steps = [module(chunk, cache=cache) for chunk in x.split((4, 1, 1), 1)]
         assert_close(torch.cat(steps, 1), module(x))
     with pytest.raises(ValueError, match="new_cache: expected self-attention, got kv_model = 10"):
-        regard.nn.CrossAttention(24, 4, 10).new_cache(3)
+        regard.nn.CrossAttention(24, heads=4, kv_model=10).new_cache(3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -859,7 +852,7 @@ def test_cache_with_dropout_raises() -> None:
             "cache: expected a cache of keys and values.*LatentCache",
         ),
         (
-            lambda: regard.nn.CrossAttention(24, 4, 9).remember(torch.randn(3, 24)),
+            lambda: regard.nn.CrossAttention(24, heads=4, kv_model=9).remember(torch.randn(3, 24)),
             r"context: expected \(..., Lk, 9\)",
         ),
         (

@@ -222,7 +222,7 @@ def test_a_stack_compiles_in_one_graph() -> None:
 
 
 def test_cross_attention_of_another_width() -> None:
-    block = Block(Attention(D, HEADS), FeedForward(D), cross=CrossAttention(D, HEADS, 10))
+    block = Block(Attention(D, HEADS), FeedForward(D), cross=CrossAttention(D, heads=HEADS, kv_model=10))
     x, context = torch.randn(2, 5, D), torch.randn(2, 3, 10)
     out: Tensor = block(x, context)
     assert out.shape == x.shape

@@ -16,7 +16,7 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 import regard
-from regard import masks as M
+from regard import masks as M, see
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images"
@@ -122,6 +122,12 @@ def linear() -> None:
     figure.savefig(IMAGES / "linear.png", dpi=80, metadata=UNSIGNED)
 
 
+def shapes() -> None:
+    layer = regard.nn.Attention(512, 8, device="meta")
+    for name, dark in (("shapes", False), ("shapes-dark", True)):
+        see.shapes(layer, 10, dark=dark).savefig(IMAGES / f"{name}.png", dpi=100, metadata=UNSIGNED)
+
+
 def bare(axes: Any) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
@@ -134,6 +140,7 @@ def main() -> None:
     hero()
     alignment()
     linear()
+    shapes()
     approximations.main(IMAGES)
     explanations.main(IMAGES)
     evidence_picture.main(IMAGES)

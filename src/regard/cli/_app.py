@@ -11,6 +11,7 @@ from .cost import cost
 from .crossover import crossover
 from .explore import explore
 from .info import info
+from .shapes import shapes
 
 GROUP = "regard.commands"  # the entry point group in which other distributions register subcommands
 GALLERY = ("chat", "generate", "embed", "search", "transcribe", "run", "compare", "claims")
@@ -36,7 +37,7 @@ def make_app() -> typer.Typer:
         no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     app.callback()(regard)
-    for command in (explore, cost, crossover, info):
+    for command in (explore, cost, crossover, shapes, info):
         app.command()(command)
     installed = {point.name: point for point in entry_points(group=GROUP)}
     for name, point in installed.items():

@@ -9,10 +9,11 @@ from ._origin import Origin, digest
 from ._replace import replace_attention, replaced_attention, restore_attention
 from ._report import Errors, Point, Report, Spectrum, Step
 from ._sdpa import sdpa, use_sdpa
+from ._textbook import from_textbook
 from ._verify import Verification, verify
 
 __all__ = [
     "Errors", "ModelReport", "Needle", "Origin", "Point", "Report", "Spectrum", "Step", "Verification",
-    "convert_layers", "digest", "load", "origin", "replace_attention", "replaced_attention",
+    "convert_layers", "digest", "from_textbook", "load", "origin", "replace_attention", "replaced_attention",
     "restore_attention", "save", "sdpa", "to_grouped", "to_latent", "use_sdpa", "verify",
 ]  # fmt: skip

@@ -22,8 +22,8 @@ from ._origin import Origin
 from ._report import Module, Report
 
 SIZES: dict[type[Module], tuple[str, ...]] = {
-    Attention: ("d_model", "heads", "kv_heads", "head_dim", "value_dim", "kv_model", "scale", "softcap",
-                "dropout"),
+    Attention: ("d_model", "heads", "kv_heads", "head_dim", "value_dim", "kv_model", "value_model", "scale",
+                "softcap", "dropout"),
     LatentAttention: ("d_model", "heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale",
                       "dropout"),
 }  # fmt: skip
@@ -31,7 +31,7 @@ SCALINGS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (LinearScaling, NTK, YaRN, Llama3, Frequencies)
 }
 
-FLAGS = ("bias", "out_bias", "gate", "sink", "truncate")
+FLAGS = ("bias", "out", "out_bias", "gate", "sink", "truncate")
 TEXTS, NESTED = ("kind", "mask", "layout"), ("position", "scaling")
 POSITIVE = ("softcap", "norm", "factor", "attention_factor")
 
@@ -106,14 +106,13 @@ def _description(module: Module) -> dict[str, Any]:
     description = {"kind": type(module).__name__, **sizes}
     description["mask"] = _mask(module.mask)
     description["position"] = None if module.position is None else _position(module.position)
-    description["out_bias"] = module.out.bias is not None
+    description["out_bias"] = getattr(module.out, "bias", None) is not None
     if isinstance(module, LatentAttention):
         return description | _latent(module)
     if module.q_norm is not None:
         raise ValueError("module: expected qk_norm=None, because files do not store norms, got a norm")
-    first = module.qkv if module.kv_model is None else module.q
-    gate, sink = module.gate is not None, module.sink is not None
-    return description | {"bias": first.bias is not None, "gate": gate, "sink": sink}
+    flags = {"bias": module.projections[0].bias is not None, "out": isinstance(module.out, nn.Linear)}
+    return description | flags | {"gate": module.gate is not None, "sink": module.sink is not None}
 
 
 def _latent(module: LatentAttention) -> dict[str, Any]:

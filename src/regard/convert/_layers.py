@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._tools.modes import evaluating
 from ..nn import Attention
 from ._report import Report, verdict
+from ._source import is_convertible
 
 Convert = Callable[[Attention, Tensor, Tensor], tuple[nn.Module, Report]]
 
@@ -72,7 +73,7 @@ def convert_layers(
         >>> converted, report = regard.convert.convert_layers(model, convert, x, other_x)
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Attention | nn.MultiheadAttention)}
-    convertible = {n: m for n, m in layers.items() if isinstance(m, Attention) and m.kv_model is None}
+    convertible = {n: m for n, m in layers.items() if isinstance(m, Attention) and is_convertible(m)}
     if not convertible:
         raise ValueError("model: expected at least one regard.nn.Attention for self-attention, got none")
     seen, unseen = (_layer_inputs(model, convertible, batch) for batch in (calibration, held_out))

@@ -20,11 +20,17 @@ def source(module: nn.Module) -> Attention:
         raise TypeError(
             f"module: expected regard.nn.Attention or a MultiheadAttention, got {type(module).__name__}"
         )
-    if module.kv_model is not None:
+    if not is_convertible(module):
         raise ValueError(
-            f"module: expected self-attention, got cross-attention with kv_model = {module.kv_model}"
+            "module: expected self-attention with the projections qkv and out, got "
+            f"kv_model = {module.kv_model}, value_model = {module.value_model}, out = {module.out}"
         )
     return module
+
+
+def is_convertible(module: Attention) -> bool:
+    """Returns whether the module is self-attention with the projections `qkv` and `out`."""
+    return hasattr(module, "qkv") and isinstance(module.out, nn.Linear)
 
 
 def from_multihead(module: nn.MultiheadAttention) -> Attention:

@@ -183,11 +183,15 @@ class AttentionSpec(GroupedSpec):
         mask: the mask of every call, such as `masks.Causal()`.
         bias, out_bias, gate: as in `nn.Attention`.
         kv_model: the width of the context in cross-attention. The context has `Work.Lk` tokens.
+        value_model: the width of the tokens from which values are computed, `Work.Lk` tokens.
+        out: if False, there is no output projection.
         others: number of parameters outside the projections: norms, sink logits, position tables.
     """
 
     kv_model: int | None = None
+    value_model: int | None = None
     bias: bool = False
+    out: bool = True
     out_bias: bool = False
     gate: bool = False
     mask: Mask | None = None
@@ -202,11 +206,17 @@ class AttentionSpec(GroupedSpec):
 
     def products(self, work: Work) -> list[Product]:
         d, (q, kv, out) = self.d_model, self.widths
-        qkv = [Product("q, k, v", work.rows, d, q + kv)]
-        if self.kv_model is not None:
-            qkv = [Product("q", work.rows, d, q), Product("k, v", work.B * work.Lk, self.kv_model, kv)]
+        kv_model, keys = self.kv_model or d, work.B * work.Lk
+        if self.value_model is not None:
+            Hkv, D, Dv = self.sizes
+            products = [Product("k", keys, kv_model, Hkv * D), Product("v", keys, self.value_model, Hkv * Dv)]
+            products.insert(0, Product("q", work.rows, d, q))
+        elif self.kv_model is not None:
+            products = [Product("q", work.rows, d, q), Product("k, v", keys, kv_model, kv)]
+        else:
+            products = [Product("q, k, v", work.rows, d, q + kv)]
         gate = [Product("gate", work.rows, d, out)] * self.gate
-        return [*qkv, *gate, Product("out", work.rows, out, d)]
+        return [*products, *gate, *[Product("out", work.rows, out, d)] * self.out]
 
     def calls(self, work: Work) -> list[CallSpec]:
         Hkv, D, Dv = self.sizes

@@ -47,11 +47,11 @@ def _parameters(*parts: object) -> int:
 
 
 def _heads(m: regard_nn.Attention) -> AttentionSpec:
-    first = m.qkv if m.kv_model is None else m.q
     others = _parameters(m.q_norm, m.k_norm, m.position) + (0 if m.sink is None else m.heads)
     return AttentionSpec(
-        **_same(m, *SIZES, "kv_model", "mask"), bias=first.bias is not None,
-        out_bias=m.out.bias is not None, gate=m.gate is not None, others=others,
+        **_same(m, *SIZES, "kv_model", "value_model", "mask"), bias=m.projections[0].bias is not None,
+        out=isinstance(m.out, nn.Linear), out_bias=getattr(m.out, "bias", None) is not None,
+        gate=m.gate is not None, others=others,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Modules: attention layers with projections, feed-forward layers, and transformer blocks."""
 
 from ._options import CacheLike, Memory
-from .attention import Attention, CrossAttention, GroupedQueryAttention, MultiQueryAttention, SelfAttention
+from .attention import Attention
 from .bigbird import BigBirdAttention, block_table
 from .blocks import Block, DecoderBlock, EncoderBlock, EncoderDecoder, Stack
 from .feedforward import FeedForward, GatedFeedForward, SwiGLU
@@ -11,13 +11,27 @@ from .linear import LinearAttention
 from .linformer import LinformerAttention, LinformerProjection
 from .longformer import LongformerAttention
 from .multihead import MultiheadAttention
+from .named import (
+    CausalSelfAttention,
+    CrossAttention,
+    GroupedQueryAttention,
+    MultiQueryAttention,
+    ScaledDotProductAttention,
+    SelfAttention,
+    missing as _missing,
+)
 from .norms import PostNorm, PreNorm
 from .performer import PerformerAttention
 
 __all__ = [
-    "Attention", "BigBirdAttention", "Block", "CacheLike", "CrossAttention", "DecoderBlock", "EncoderBlock",
-    "EncoderDecoder", "FeedForward", "GatedFeedForward", "Graph", "GraphAttention", "GroupedQueryAttention",
-    "LatentAttention", "LinearAttention", "LinformerAttention", "LinformerProjection", "LongformerAttention",
-    "Memory", "MultiQueryAttention", "MultiheadAttention", "PerformerAttention", "PostNorm", "PreNorm",
-    "SelfAttention", "Stack", "SwiGLU", "block_table",
+    "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention", "CrossAttention",
+    "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward", "Graph",
+    "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention", "LinformerAttention",
+    "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention", "MultiheadAttention",
+    "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention", "SelfAttention", "Stack",
+    "SwiGLU", "block_table",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    raise _missing(name)

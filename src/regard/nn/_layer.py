@@ -61,12 +61,16 @@ class AttentionLayer(CheckedModule):
         packed: Tensor = packing.varlen_attention(q, k, v, cu_q, cu_k, mask=mask, dropout=dropout, **layer)
         return packed.transpose(0, 1)
 
-    def _forward_nested(self, x: Tensor, options: LayerOptions, **keywords: Any) -> Tensor:
+    def _forward_nested(
+        self, x: Tensor, options: LayerOptions, **keywords: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Applies the layer to a nested tensor x (N, j, d_model) and returns one of the same shape.
 
         j is the jagged dim. Packs x, calls `forward` on the packed tokens, and unpacks the result.
+        With `return_weights`, also returns the padded weights (N, H, Lq, Lk).
         """
         options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
         packed = packed_tokens("x", x, self.d_model)
         shared = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
-        return packed.nested(self(packed.tokens, **shared, **keywords))
+        result = self(packed.tokens, **shared, **keywords)
+        return (packed.nested(result[0]), result[1]) if isinstance(result, tuple) else packed.nested(result)

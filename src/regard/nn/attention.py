@@ -1,8 +1,9 @@
-"""`Attention`: `regard.attention` with projections, and functions that build its common forms."""
+"""`Attention`: `regard.attention` with projections."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
 from ._layer import AttentionLayer
 from ._nested import packed_tokens
 from ._options import CacheLike, Context, LayerOptions, Memory, checked_mask, is_nested
+from ._recorded import with_weights
 from ._sizes import GroupedHeads, join_heads, split_heads
 
 Rule = Rotary | AlibiBias | Relative
@@ -38,6 +40,8 @@ class Attention(AttentionLayer, GroupedHeads):
         value_dim: Dv, the width of a value head. Default: `head_dim`.
         kv_model: width of the context in cross-attention. With it, the module has two projections,
             `q` and `kv`. Default: self-attention with one projection `qkv`.
+        value_model: width of the tokens `value`, if values are computed from other tokens than
+            keys. With it, the module has three projections, `q`, `k` and `v`.
         bias: if True, the projections of queries, keys and values have biases.
         out_bias: if True, the output projection has a bias. Default: `bias`.
         qk_norm: factory of the norms of queries and keys, called as `qk_norm(head_dim)`. Example:
@@ -51,6 +55,8 @@ class Attention(AttentionLayer, GroupedHeads):
         dropout: dropout probability of the attention weights in training.
         gate: if True, the attention output is multiplied by the sigmoid of a projection of x before
             the output projection.
+        out: if False, there is no output projection. The output is the concatenation of the heads,
+            (B, L, heads * value_dim).
 
     Example:
         >>> rotary, causal = regard.positions.Rotary(64), regard.masks.Causal()
@@ -60,44 +66,59 @@ class Attention(AttentionLayer, GroupedHeads):
     """
 
     _shown = (
-        "heads", "kv_heads", "head_dim", "value_dim", "dropout", "kv_model", "mask", "scale", "softcap",
+        "heads", "kv_heads", "head_dim", "value_dim", "dropout", "kv_model", "value_model", "mask", "scale",
+        "softcap",
     )  # fmt: skip
 
     def __init__(
         self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
-        value_dim: int | None = None, kv_model: int | None = None, bias: bool = True,
-        out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
+        value_dim: int | None = None, kv_model: int | None = None, value_model: int | None = None,
+        bias: bool = True, out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
         position: Rule | None = None, mask: Mask | None = None, scale: float | None = None,
         softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
-        device: Device = None, dtype: torch.dtype | None = None,
+        out: bool = True, device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
+        self.value_model = None if value_model is None else count("value_model", value_model, 1)
         self.scale, self.softcap, self.mask = scale, softcap, checked_mask(mask)
         self.dropout = probability("dropout", dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._make_projections(bias, bias if out_bias is None else out_bias, gate, factory)
+        self._make_projections(bias, factory)
+        joined = self.heads * self.value_dim
+        self.gate = nn.Linear(d_model, joined, False, **factory) if gate else None
+        out_bias = bias if out_bias is None else out_bias
+        self.out: nn.Linear = nn.Linear(joined, d_model, out_bias, **factory) if out else nn.Identity()  # type: ignore[assignment]
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**factory)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**factory)
         self.position = _checked_rule(position, self)
         self.sink = nn.Parameter(torch.zeros(heads, **factory)) if sink else None
 
-    def _make_projections(self, bias: bool, out_bias: bool, gate: bool, factory: dict[str, Any]) -> None:
+    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
         queries, keys, values = self._widths
-        joined = self.heads * self.value_dim
-        if self.kv_model is None:
-            self.qkv = nn.Linear(self.d_model, queries + keys + values, bias, **factory)
-        else:
+        if self.value_model is not None:
+            self.q = nn.Linear(self.d_model, queries, bias, **factory)
+            self.k = nn.Linear(self._context_width, keys, bias, **factory)
+            self.v = nn.Linear(self.value_model, values, bias, **factory)
+        elif self.kv_model is not None:
             self.q = nn.Linear(self.d_model, queries, bias, **factory)
             self.kv = nn.Linear(self.kv_model, keys + values, bias, **factory)
-        self.gate = nn.Linear(self.d_model, joined, False, **factory) if gate else None
-        self.out = nn.Linear(joined, self.d_model, out_bias, **factory)
+        else:
+            self.qkv = nn.Linear(self.d_model, queries + keys + values, bias, **factory)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """The input projections: (qkv,), (q, kv) or (q, k, v)."""
+        if self.value_model is not None:
+            return self.q, self.k, self.v
+        return (self.qkv,) if self.kv_model is None else (self.q, self.kv)
 
     def forward(
-        self, x: Tensor, context: Context = None, *, mask: Mask | Tensor | None = None,
-        lengths: Tensor | None = None, positions: Positions | None = None, cu_seqlens: Tensor | None = None,
-        context_cu_seqlens: Tensor | None = None, cache: CacheLike | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, context: Context = None, value: Tensor | None = None, *,
+        mask: Mask | Tensor | None = None, lengths: Tensor | None = None, positions: Positions | None = None,
+        cu_seqlens: Tensor | None = None, context_cu_seqlens: Tensor | None = None,
+        cache: CacheLike | None = None, return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to `context`, or from x to itself. The output has x's shape.
 
         Args:
@@ -105,6 +126,8 @@ class Attention(AttentionLayer, GroupedHeads):
                 (N, j, d_model).
             context: (B, Lk, kv_model), unbatched, packed or nested like x, or the result of
                 `remember`. Default: x.
+            value: the tokens from which values are computed, (B, Lk, value_model), in the form of
+                `context`, from which only keys are then computed. Default: `context`.
             mask: a mask or a bool tensor (True = may attend) that applies together with the
                 module's mask. A tensor is (L, Lk), (B, L, Lk) or (B, heads or 1, L, Lk).
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
@@ -114,12 +137,20 @@ class Attention(AttentionLayer, GroupedHeads):
             context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
             cache: a cache of `regard.cache`. The call appends the keys and values of x and attends
                 causally to all cached tokens.
+            return_weights: if True, returns the pair (output, weights). The weights are those of
+                `regard.weights` before dropout: (B, heads, L, Lk), (heads, L, Lk) if x is
+                unbatched, and padded (N, heads, L, Lk) if x is packed or nested. They take
+                L x Lk memory for each head.
         """
         options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
         if is_nested("x", x):
-            return self._forward_nested(x, options, **self._nested_context(context))
-        self._check(x, context, options)
-        q, k, v = self._projected(x, context)
+            nested = self._nested_context(context, value)
+            return self._forward_nested(x, options, return_weights=return_weights, **nested)
+        if return_weights:
+            output = partial(self.forward, x, context, value, **options._asdict())
+            return with_weights(output, cu_seqlens, context_cu_seqlens)
+        self._check(x, context, value, options)
+        q, k, v = self._projected(x, context, value)
         at = options.token_positions(x.shape[-2]) if isinstance(self.position, Rotary) else 0
         q, k = self._normed_and_rotated(q, k, at)
         allowed, dropout = self._mask_and_dropout(options)
@@ -132,58 +163,72 @@ class Attention(AttentionLayer, GroupedHeads):
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
 
-    def remember(self, context: Tensor) -> Memory:
-        """Returns the keys and values of a context. Pass them as `context` in later calls."""
-        self._check_context(context)
-        return Memory(*self._keys(context))
+    def remember(self, context: Tensor, value: Tensor | None = None) -> Memory:
+        """Returns the keys and values of a context. Pass them as `context` in later calls.
 
-    def arguments(self, x: Tensor, positions: Positions = 0) -> tuple[QKV, dict[str, Any]]:
+        Values are computed from `value`. Default: the context.
+        """
+        self._check_context(context, value)
+        return Memory(*self._keys(context, value))
+
+    def arguments(
+        self, x: Tensor, positions: Positions = 0, *, context: Context = None, value: Tensor | None = None
+    ) -> tuple[QKV, dict[str, Any]]:
         """Returns the arguments of `regard.attention` for x: (q, k, v) and the options.
 
         `regard.weights(*qkv, **options)` returns the weights of this layer. The options do not
         include dropout.
         """
-        self._check(x, None, LayerOptions())
-        q, k, v = self._projected(x, None)
+        self._check(x, context, value, LayerOptions())
+        q, k, v = self._projected(x, context, value)
         return (*self._normed_and_rotated(q, k, positions), v), {"mask": self.mask, **self._options()}
 
     def new_cache(self, B: int, capacity: int | None = None) -> KVCache:
         """Returns an empty `KVCache` for B samples, with the dtype and device of the weights."""
-        if self.kv_model not in (None, self.d_model):
-            raise ValueError(
-                f"new_cache: expected self-attention, got kv_model = {self.kv_model}; `remember` projects "
-                "a context once"
-            )
-        weight, sizes = self.out.weight, (self.kv_heads, self.head_dim, self.value_dim)
+        for name in ("kv_model", "value_model"):
+            width = getattr(self, name)
+            if width not in (None, self.d_model):
+                raise ValueError(
+                    f"new_cache: expected self-attention, got {name} = {width}; `remember` projects "
+                    "a context once"
+                )
+        weight, sizes = self.projections[0].weight, (self.kv_heads, self.head_dim, self.value_dim)
         return KVCache(B, *sizes, capacity=capacity, dtype=weight.dtype, device=weight.device)
 
-    def _projected(self, x: Tensor, context: Context) -> QKV:
+    def _projected(self, x: Tensor, context: Context, value: Tensor | None = None) -> QKV:
         """Projects x to q (..., Hq, L, D), and the context (default: x) to k and v.
 
-        k is (..., Hkv, Lk, D), v is (..., Hkv, Lk, Dv).
+        k is (..., Hkv, Lk, D), v is (..., Hkv, Lk, Dv). Values are computed from `value` (default:
+        the context).
         """
-        if context is None and self.kv_model is None:
+        packed = self.kv_model is None and self.value_model is None
+        if context is None and packed:
             q, k, v = self.qkv(x).split(self._widths, -1)
             return split_heads(q, self.heads), *self._normed_keys(k, v)
-        q = split_heads(F.linear(x, *self._qkv_rows(0)) if self.kv_model is None else self.q(x), self.heads)
-        return q, *(context if isinstance(context, Memory) else self._keys(x if context is None else context))
+        q = split_heads(F.linear(x, *self._qkv_rows()[0]) if packed else self.q(x), self.heads)
+        if isinstance(context, Memory):
+            return q, *context
+        return q, *self._keys(x if context is None else context, value)
 
-    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        kv = F.linear(context, *self._qkv_rows(1)) if self.kv_model is None else self.kv(context)
-        return self._normed_keys(*kv.split(self._widths[1:], -1))
+    def _keys(self, context: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns normalised k (..., Hkv, Lk, D) of the context, and v (..., Hkv, Lk, Dv)."""
+        _, keys, values = self._widths
+        if self.value_model is not None:
+            return self._normed_keys(self.k(context), self.v(context if value is None else value))
+        if value is None:
+            kv = F.linear(context, *self._qkv_rows()[1]) if self.kv_model is None else self.kv(context)
+            return self._normed_keys(*kv.split((keys, values), -1))
+        weight, bias = self._qkv_rows()[1] if self.kv_model is None else (self.kv.weight, self.kv.bias)
+        k_row, v_row = _split_rows(weight, bias, keys)
+        return self._normed_keys(F.linear(context, *k_row), F.linear(value, *v_row))
+
+    def _qkv_rows(self) -> tuple[LinearRows, LinearRows]:
+        """Splits weight and bias of `qkv` into the rows for queries and for keys and values."""
+        return _split_rows(self.qkv.weight, self.qkv.bias, self._widths[0])
 
     def _normed_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k, v = split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         return k if self.k_norm is None else self.k_norm(k), v
-
-    def _qkv_rows(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of the weight and of the bias of `qkv` that compute some of its outputs.
-
-        Index 0 selects the rows for queries, index 1 the rows for keys and values.
-        """
-        queries, keys, values = self._widths
-        sizes, bias = (queries, keys + values), self.qkv.bias
-        return self.qkv.weight.split(sizes)[index], None if bias is None else bias.split(sizes)[index]
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         """Normalises q and applies rotary embeddings to q and k. Shapes stay the same.
@@ -204,27 +249,37 @@ class Attention(AttentionLayer, GroupedHeads):
         They may not if a gradient is recorded, if a projection has a hook, or if PyTorch compiles,
         traces or transforms the call.
         """
-        projections = (self.qkv,) if self.kv_model is None else (self.q, self.kv)
-        hooked = any(p._forward_hooks for p in projections)
+        hooked = any(p._forward_hooks for p in self.projections)
         return not (q.requires_grad or k.requires_grad or hooked or is_watched(q, k, q))
 
     def _options(self) -> dict[str, Any]:
         bias = self.position() if isinstance(self.position, (AlibiBias, Relative)) else None
         return {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": bias}
 
-    def _nested_context(self, context: Context) -> dict[str, Tensor]:
-        if context is None:
+    def _nested_context(self, context: Context, value: Tensor | None) -> dict[str, Tensor]:
+        if context is None and value is None:
             return {}
+        self._check_forms(context, value)
         if isinstance(context, Memory):
             raise TypeError("context: expected a nested tensor, like x, got a Memory")
         packed = packed_tokens("context", context, self._context_width)
-        return {"context": packed.tokens, "context_cu_seqlens": packed.cu_seqlens}
+        inputs = {"context": packed.tokens, "context_cu_seqlens": packed.cu_seqlens}
+        if value is None:
+            return inputs
+        values = packed_tokens("value", value, self._value_width)
+        if not torch.equal(values.cu_seqlens, packed.cu_seqlens):
+            raise ValueError("value: expected sequences of the same lengths as context, got other lengths")
+        return inputs | {"value": values.tokens}
 
     @property
     def _context_width(self) -> int:
         return self.d_model if self.kv_model is None else self.kv_model
 
-    def _check(self, x: Tensor, context: Context, options: LayerOptions) -> None:
+    @property
+    def _value_width(self) -> int:
+        return self._context_width if self.value_model is None else self.value_model
+
+    def _check(self, x: Tensor, context: Context, value: Tensor | None, options: LayerOptions) -> None:
         options.check(x, context, self.d_model)
         cache = options.cache
         is_other_kind = isinstance(cache, LatentCache | LinearCache)
@@ -232,27 +287,66 @@ class Attention(AttentionLayer, GroupedHeads):
             raise TypeError(f"cache: expected a cache of keys and values, as from new_cache, got {cache!r}")
         if not isinstance(self.position, Rotary):
             options.refuse("without position=Rotary(...)", "positions")
+        if value is not None:
+            self._check_forms(context, value)
         if context is None:
-            if self.kv_model not in (None, self.d_model):
-                raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
+            if self.kv_model is not None or self.value_model is not None:
+                self._check_widths_equal()
             return
         if self.position is not None:
             raise ValueError("context: expected None with position, which is for self-attention")
         if isinstance(context, Memory):
             self._check_memory(context)
         else:
-            self._check_context(context)
+            self._check_context(context, value)
 
-    def _check_context(self, context: Tensor) -> None:
+    def _check_widths_equal(self) -> None:
+        """Checks that keys and values can be computed from x."""
+        if self.kv_model not in (None, self.d_model):
+            raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
+        if self.value_model not in (None, self.d_model):
+            raise ValueError(f"value: expected tokens of width value_model = {self.value_model}, got None")
+
+    @staticmethod
+    def _check_forms(context: Context, value: Tensor | None) -> None:
+        """Checks that `value` is only given together with a context of tokens."""
+        if value is not None and not isinstance(context, Tensor):
+            got = "None" if context is None else "a Memory, which has values"
+            raise TypeError(f"context: expected a tensor, the tokens of the keys, with `value`, got {got}")
+
+    def _check_context(self, context: Tensor, value: Tensor | None = None) -> None:
         width = self._context_width
         if is_nested("context", context) or context.dim() not in (2, 3) or context.shape[-1] != width:
             raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
+        self._check_value(context, value)
+
+    def _check_value(self, context: Tensor, value: Tensor | None) -> None:
+        """Checks the shape of `value`. Its default, the context, must have the width `value_model`."""
+        width = self._value_width
+        if value is None:
+            if width != context.shape[-1]:
+                raise ValueError(f"value: expected tokens of width value_model = {width}, got None")
+            return
+        if is_nested("value", value) or value.shape != (*context.shape[:-1], width):
+            expected = f"{(*context.shape[:-1], width)}, the tokens of context and width {width}"
+            raise ValueError(f"value: expected {expected}, got {describe(value)}")
 
     def _check_memory(self, memory: Memory) -> None:
         sizes = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
         for x, size, shape in zip(memory, sizes, ("(..., Hkv, Lk, D)", "(..., Hkv, Lk, Dv)"), strict=True):
             if x.shape[-3::2] != size:
                 raise ValueError(f"context: expected a Memory of {shape} with {size}, got {describe(x)}")
+
+
+LinearRows = tuple[Tensor, Tensor | None]  # weight and bias of some output channels
+
+
+def _split_rows(weight: Tensor, bias: Tensor | None, first: int) -> tuple[LinearRows, LinearRows]:
+    """Splits a linear layer into its first `first` output channels and the others."""
+    sizes = (first, len(weight) - first)
+    biases = (None, None) if bias is None else bias.split(sizes)
+    one, two = zip(weight.split(sizes), biases, strict=True)
+    return one, two
 
 
 # Arguments
@@ -266,39 +360,3 @@ def _checked_rule(position: Rule | None, module: Attention) -> Rule | None:
     if isinstance(position, (AlibiBias, Relative)) and position().heads != module.heads:
         raise ValueError(f"position: expected heads = {module.heads}, got {position().heads}")
     return position
-
-
-# Constructors with the names that papers use
-
-
-def SelfAttention(d_model: int, heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` for multi-head self-attention.
-
-    `options` are further arguments of `Attention`.
-    """
-    return Attention(d_model, heads, **options)
-
-
-def CrossAttention(d_model: int, heads: int, kv_model: int | None = None, **options: Any) -> Attention:
-    """Returns an `Attention` for cross-attention to a context (B, Lk, kv_model).
-
-    Call it as `attend(x, context)`. `kv_model` defaults to `d_model`. `options` are further
-    arguments of `Attention`.
-    """
-    return Attention(d_model, heads, kv_model=d_model if kv_model is None else kv_model, **options)
-
-
-def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` with one key head for all query heads.
-
-    `options` are further arguments of `Attention`.
-    """
-    return Attention(d_model, heads, kv_heads=1, **options)
-
-
-def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: Any) -> Attention:
-    """Returns an `Attention` in which `heads / kv_heads` query heads share each key head.
-
-    `options` are further arguments of `Attention`.
-    """
-    return Attention(d_model, heads, kv_heads=kv_heads, **options)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from ..masks import Causal, Mask
 from ._module import CheckedModule
 from ._options import CacheLike, Context, Memory
-from .attention import Attention, CrossAttention
+from .attention import Attention
 from .feedforward import FeedForward
 from .latent import LatentAttention
 from .linear import LinearAttention
+from .named import CrossAttention
 from .norms import PreNorm
 
 Residual = Callable[[int, nn.Module], nn.Module]
@@ -46,8 +47,8 @@ class Block(CheckedModule):
 
     def forward(
         self, x: Tensor, context: Context = None, *, context_mask: Mask | Tensor | None = None,
-        context_cu_seqlens: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        context_cu_seqlens: Tensor | None = None, return_weights: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """Applies all sublayers to x (..., L, d_model). The output has x's shape.
 
         Args:
@@ -55,19 +56,21 @@ class Block(CheckedModule):
             context: for cross-attention: a tensor (..., Lk, kv_model), or the result of `remember`.
             context_mask: mask of the cross-attention.
             context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
+            return_weights: if True, returns (output, weights), or (output, weights, weights of the
+                cross-attention) if the block has cross-attention. Weights are (B, heads, L, Lk).
             options: options of the self-attention: mask, lengths, cache, ...
         """
         if (context is None) != (self.cross is None):
             expected = "None" if self.cross is None else "a tensor or a Memory"
             raise ValueError(f"context: expected {expected} for this block, got {type(context).__name__}")
-        x = self.attention(x, **options)
+        wanted = {"return_weights": True} if return_weights else {}  # not every module has the option
+        x, *weights = _as_tuple(self.attention(x, **options, **wanted))
         if self.cross is not None:
-            cu_seqlens = options.get("cu_seqlens")
-            x = self.cross(
-                x, context, mask=context_mask, cu_seqlens=cu_seqlens, context_cu_seqlens=context_cu_seqlens
-            )
+            cu_seqlens = {"cu_seqlens": options.get("cu_seqlens"), "context_cu_seqlens": context_cu_seqlens}
+            x, *cross = _as_tuple(self.cross(x, context, mask=context_mask, **cu_seqlens, **wanted))
+            weights += cross
         out: Tensor = self.feed_forward(x)
-        return out
+        return (out, *weights) if return_weights else out
 
     def new_cache(self, B: int, capacity: int | None = None) -> CacheLike:
         """Returns an empty cache for B samples, of the class that the self-attention needs."""
@@ -98,21 +101,29 @@ class Stack(CheckedModule):
 
     def forward(
         self, x: Tensor, context: Tensor | Sequence[Memory] | None = None, *,
-        caches: Sequence[CacheLike] | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        caches: Sequence[CacheLike] | None = None, return_weights: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """Applies all blocks to x (..., L, d_model). The output has x's shape.
 
         Args:
             x: the tokens, in any form that `Attention` takes.
             context: for cross-attention: a tensor for all blocks, or the result of `remember`.
             caches: one cache per block, such as the result of `new_caches`.
+            return_weights: if True, returns (output, weights), where weights is a list with one
+                entry per block, or (output, weights, list of the cross-attentions' weights).
             options: options for all blocks: mask, lengths, positions, cu_seqlens, context_mask,
                 context_cu_seqlens.
         """
         contexts = self._by_block("context", context, Tensor)
+        if return_weights:
+            options = options | {"return_weights": True}
+        weights = []
         for block, memory, cache in zip(self.blocks, contexts, self._by_block("caches", caches), strict=True):
-            x = block(x, memory, **(options if cache is None else options | {"cache": cache}))
-        return x if self.norm is None else self.norm(x)
+            result = block(x, memory, **(options if cache is None else options | {"cache": cache}))
+            x, *of_block = _as_tuple(result)
+            weights.append(of_block)
+        out = x if self.norm is None else self.norm(x)
+        return (out, *map(list, zip(*weights, strict=True))) if return_weights else out
 
     def new_caches(self, B: int, capacity: int | None = None) -> list[CacheLike]:
         """Returns a list of empty caches for B samples, one cache per block."""
@@ -153,16 +164,25 @@ class EncoderDecoder(CheckedModule):
 
     def forward(
         self, source: Tensor, target: Tensor, *, source_mask: Mask | Tensor | None = None,
-        target_mask: Mask | Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        target_mask: Mask | Tensor | None = None, return_weights: bool = False,
+    ) -> Any:  # fmt: skip
         """Encodes `source` and returns the decoder's output for `target`.
 
         source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` applies
         to the encoder and to the cross-attention, `target_mask` to the decoder's self-attention.
+        With `return_weights`, returns (output, weights of the encoder, of the decoder, of the
+        cross-attention). Each is a list with one tensor (B, heads, L, Lk) per block.
         """
-        memory = self.encoder(source, mask=source_mask)
-        out: Tensor = self.decoder(target, memory, mask=target_mask, context_mask=source_mask)
-        return out
+        wanted = {"return_weights": True} if return_weights else {}
+        memory, *encoder = _as_tuple(self.encoder(source, mask=source_mask, **wanted))
+        masks = {"mask": target_mask, "context_mask": source_mask}
+        out, *decoder = _as_tuple(self.decoder(target, memory, **masks, **wanted))
+        return (out, *encoder, *decoder) if return_weights else out
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    """Returns the result of a module as a tuple: (output, weights, ...) or (output,)."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 # Constructors of common blocks
@@ -187,6 +207,6 @@ def DecoderBlock(
     With `kv_model`, the block also has cross-attention to a context of that width. `options` go to
     the causal `Attention`, not to the cross-attention.
     """
-    cross = None if kv_model is None else CrossAttention(d_model, heads, kv_model)
+    cross = None if kv_model is None else CrossAttention(d_model, heads=heads, kv_model=kv_model)
     attention = Attention(d_model, heads, **{"mask": Causal()} | options)
     return Block(attention, FeedForward(d_model, hidden), cross=cross, residual=residual)

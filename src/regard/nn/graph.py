@@ -176,14 +176,19 @@ class GraphAttention(CheckedModule):
         for weight in (self.project.weight, self.source, self.target):
             nn.init.xavier_uniform_(weight)
 
-    def forward(self, x: Tensor, graph: Graph) -> Tensor:
+    def forward(
+        self, x: Tensor, graph: Graph, *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes attention along the edges of `graph`.
 
-        x (n, d_in) -> (n, heads * d_head), or (n, d_head) with `mean`. x is dense or sparse.
+        x (n, d_in) -> (n, heads * d_head), or (n, d_head) with `mean`. x is dense or sparse. With
+        `return_weights`, returns (output, weights (heads, E)), in the order of `graph.edges`.
         """
-        heads = self.attend(self._projected(x, graph), graph)
+        h = self._projected(x, graph)
+        heads = self.attend(h, graph)
         out: Tensor = heads.mean(0) if self.mean else join_heads(heads)
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        return (out, self._weights(h, graph)) if return_weights else out
 
     def attend(self, h: Tensor, graph: Graph) -> Tensor:
         """Computes attention without projection and bias: h (H, n, d_head) -> (H, n, d_head).

@@ -21,6 +21,7 @@ from ..positions import Positions, Rotary, YaRN, rotate
 from ._layer import CAUSAL, AttentionLayer
 from ._lengths import real_tokens
 from ._options import LayerOptions, checked_mask, is_nested
+from ._recorded import with_weights
 from ._sizes import join_heads, split_heads
 
 RMS = partial(nn.RMSNorm, eps=1e-6)
@@ -128,8 +129,8 @@ class LatentAttention(AttentionLayer):
     def forward(
         self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
         positions: Positions | None = None, cu_seqlens: Tensor | None = None,
-        cache: LatentCache | None = None, absorb: bool | None = None,
-    ) -> Tensor:  # fmt: skip
+        cache: LatentCache | None = None, absorb: bool | None = None, return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to itself and to cached tokens. The output has x's shape.
 
         Args:
@@ -145,12 +146,17 @@ class LatentAttention(AttentionLayer):
                 cached tokens.
             absorb: True for the absorbed form, False for the expanded one. Default: the form with
                 fewer operations (see `operations`).
+            return_weights: if True, returns the pair (output, weights), as `Attention` does. The
+                weights are (B, heads, L, Lk). Both forms have the same weights.
         """
         options = LayerOptions(mask, lengths, positions, cu_seqlens, None, cache)
         if not (absorb is None or isinstance(absorb, bool)):
             raise TypeError(f"absorb: expected a bool or None, got {describe(absorb)}")
         if is_nested("x", x):
-            return self._forward_nested(x, options, absorb=absorb)
+            return self._forward_nested(x, options, absorb=absorb, return_weights=return_weights)
+        if return_weights:
+            keywords = {name: value for name, value in options._asdict().items() if value is not None}
+            return with_weights(partial(self.forward, x, absorb=absorb, **keywords), cu_seqlens, None)
         self._check(x, options)
         L = x.shape[-2]
         if absorb is None:

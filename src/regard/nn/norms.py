@@ -34,13 +34,14 @@ class PreNorm(Residual):
     arguments are `d_model`, `sublayer`, `norm` (default: `nn.LayerNorm`) and `dropout`.
     """
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Applies norm, sublayer and dropout to x (..., d_model) and adds x.
 
-        The output has x's shape. Other arguments go to the sublayer.
+        The output has x's shape. Other arguments go to the sublayer. If the sublayer returns
+        (output, weights), as with `return_weights=True`, so does this module.
         """
-        added: Tensor = self.dropout(self.sublayer(self.norm(x), *args, **options))
-        return x + added
+        result = self.sublayer(self.norm(x), *args, **options)
+        return _on_output(result, lambda output: x + self.dropout(output))
 
 
 class PostNorm(Residual):
@@ -50,10 +51,16 @@ class PostNorm(Residual):
     `norm` (default: `nn.LayerNorm`) and `dropout`.
     """
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """Applies sublayer and dropout to x (..., d_model), adds x, and normalises.
 
-        The output has x's shape. Other arguments go to the sublayer.
+        The output has x's shape. Other arguments go to the sublayer. If the sublayer returns
+        (output, weights), as with `return_weights=True`, so does this module.
         """
-        normed: Tensor = self.norm(x + self.dropout(self.sublayer(x, *args, **options)))
-        return normed
+        result = self.sublayer(x, *args, **options)
+        return _on_output(result, lambda output: self.norm(x + self.dropout(output)))
+
+
+def _on_output(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Applies `function` to a sublayer's output, the first entry if the result is a tuple."""
+    return (function(result[0]), *result[1:]) if isinstance(result, tuple) else function(result)

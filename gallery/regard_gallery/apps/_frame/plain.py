@@ -17,7 +17,7 @@ from regard.positions import Rotary
 class PlainAttention(Attention):
     """An `Attention` layer that calls PyTorch's `scaled_dot_product_attention`."""
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         if options.get("cu_seqlens") is not None:
             raise ValueError("cu_seqlens: expected None with attention by PyTorch, got packed sequences")
         return super().forward(x, *args, **options)

@@ -39,7 +39,7 @@ def sentences(tokens: list[list[int]]) -> Sentences:
 
 def _writer(d_model: int, heads: int, *, hidden: int | None, dropout: float, position: Rotary) -> Block:
     attention = Attention(d_model, heads, mask=Causal(), position=position, dropout=dropout)
-    cross = CrossAttention(d_model, heads, dropout=dropout)
+    cross = CrossAttention(d_model, heads=heads, dropout=dropout)
     return Block(attention, FeedForward(d_model, hidden), cross=cross)
 
 
