@@ -223,8 +223,9 @@ def varlen_attention(
         cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
         causal: whether to apply `masks.Causal()`. Without `offset` it is aligned to the bottom
             right of each sequence.
-        window: `left` or `(left, right)`, the arguments of a `masks.Window` to apply. None in the
-            tuple means no limit. Default: no window.
+        window: an int is the number of keys that a query attends to, its own included and last
+            (`masks.sliding`). A pair (left, right) gives the distances to the farthest earlier and
+            later key, None in it means no limit (`masks.Window`). Default: no window.
         mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
             Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
         offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq
@@ -257,6 +258,13 @@ def varlen_attention(
 
 
 def _combined_mask(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
-    reach = window if isinstance(window, tuple) else (window,)
-    local = both(Causal() if causal else None, None if window is None else Window(*reach))
+    local = both(Causal() if causal else None, None if window is None else _local_mask(window))
     return both(local, mask)
+
+
+def _local_mask(window: int | tuple[Reach, Reach]) -> Mask:
+    if not isinstance(window, (tuple, list)):
+        return Window(count("window", window, 1) - 1, 0)
+    if len(window) != 2:
+        raise ValueError(f"window: expected a number of keys or distances (left, right), got {window}")
+    return Window(*window)

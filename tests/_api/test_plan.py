@@ -24,7 +24,8 @@ def qkv(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 MASKS: list[M.Mask | None] = [
-    None, M.Causal(), M.Window(2), M.Lengths(torch.tensor([0, 4])), M.PerHead([M.Causal(), M.Window(1)] * 3),
+    None, M.Causal(), M.Window(2, 0), M.Lengths(torch.tensor([0, 4])),
+    M.PerHead([M.Causal(), M.Window(1, 0)] * 3),
 ]  # fmt: skip
 
 

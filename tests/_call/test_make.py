@@ -131,7 +131,7 @@ def test_a_repeated_call_is_not_checked_again() -> None:
     )
     assert (
         make(q, k, v, Options(mask=masks.Causal())).spec
-        is not make(q, k, v, Options(mask=masks.Window(2))).spec
+        is not make(q, k, v, Options(mask=masks.Window(2, 0))).spec
     )
     assert make(q, k, v, Options(offset=1)).spec is not make(q, k, v, Options(offset=2)).spec
     assert make(q, k, v, Options(scale=1)).spec is make(q, k, v, Options(scale=1.0)).spec
@@ -233,7 +233,7 @@ def test_meta_tensors_are_checked_by_shape() -> None:
     "mask",
     [
         masks.Lengths([5, 7]),
-        masks.longformer(2, global_tokens=[0]),
+        masks.longformer((2, 2), global_tokens=[0]),
         masks.Documents([0] * LK) & masks.Causal(),
     ],
     ids=repr,

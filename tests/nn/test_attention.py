@@ -621,7 +621,7 @@ RULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(3)], ids=repr)
+@pytest.mark.parametrize("mask", [None, M.Causal(), M.Window(3, 0)], ids=repr)
 def test_padded_packed_and_nested_agree(rule: str, mask: M.Mask | None) -> None:
     module = randomized(Attention(24, 4, kv_heads=2, position=RULES[rule](), mask=mask, sink=True))
     sizes = [5, 2, 7]
@@ -661,7 +661,7 @@ def test_masks_of_module_and_call_combine() -> None:
     other = copy.deepcopy(module)
     other.mask = M.Causal() & M.Dense(keep)
     assert torch.equal(module(x, mask=keep), other(x))
-    assert torch.equal(module(x, mask=M.Window(2)), Attention.forward(module, x, mask=M.Window(2)))
+    assert torch.equal(module(x, mask=M.Window(2, 0)), Attention.forward(module, x, mask=M.Window(2, 0)))
 
 
 @pytest.mark.parametrize("kind", ["attention", "grouped", "latent", "block"])
@@ -716,7 +716,7 @@ def test_forward_hooks_receive_the_projection() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_decoding_with_a_cache(rule: str) -> None:
-    module = randomized(Attention(24, 4, kv_heads=2, position=RULES[rule](), mask=M.Window(4), softcap=9.0,
+    module = randomized(Attention(24, 4, kv_heads=2, position=RULES[rule](), mask=M.Window(4, 0), softcap=9.0,
                                   sink=True)).eval()  # fmt: skip
     x = torch.randn(2, 9, 24)
     cache = ListCache(torch.zeros(2, dtype=torch.int64))

@@ -68,7 +68,7 @@ def plan(
     allowed them.
 
     Example:
-        >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
+        >>> print(regard.plan(q, k, v, mask=masks.sliding(256)))
     """
     seed = 0 if seed is None else seed  # leaves PyTorch's generator unchanged
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
