@@ -7,7 +7,7 @@ start at 0 in every sequence. A sequence may be empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, Never, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ._api.attention import attention
 from ._api.packed import attend_packed
 from ._call.spec import Bias
 from ._tools.arguments import count, describe, holds_integers, tensor_of
+from ._tools.words import hide_unknown, unknown_keyword
 from .masks import Causal, Mask, Window, from_cu_seqlens
 from .masks._both import both
 
@@ -203,12 +204,13 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hide_unknown
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None = None, *,
     causal: bool = False, window: Reach | tuple[Reach, Reach] = None, mask: Mask | None = None,
     offset: int | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
     softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto", **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes attention within each sequence of a packed row.
 
@@ -242,6 +244,8 @@ def varlen_attention(
         >>> packing.varlen_attention(q, k, v, cu, causal=True).shape
         torch.Size([600, 8, 64])
     """
+    if unknown:
+        raise unknown_keyword(varlen_attention, unknown)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise ValueError(f"{name}: expected a tensor (total, H, D), got {describe(x)}")

@@ -79,6 +79,16 @@ def test_plans_print_as_a_table() -> None:
     assert any(line.startswith("visible pairs") and "% of the rectangle" in line for line in lines)
 
 
+@pytest.mark.skipif(not HAVE_CORE, reason="the plans differ without the core")
+def test_plans_say_which_backends_are_possible() -> None:
+    lines = str(regard.plan(*qkv(), softcap=1.0, impl="torch")).splitlines()
+    assert lines[1].split(None, 2) == ["also", "possible", "native, reference"]
+    lines = str(regard.plan(*qkv(), softcap=1.0, dropout=0.5, impl="reference")).splitlines()
+    assert lines[1].split(None, 2) == ["also", "possible", "native"]
+    assert lines[2].startswith("not torch")
+    assert lines[2].endswith("SDPA: does not support softcap, FlexAttention: has no dropout")
+
+
 def test_plans_are_frozen() -> None:
     p = regard.plan(*qkv())
     with pytest.raises(dataclasses.FrozenInstanceError):

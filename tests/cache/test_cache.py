@@ -439,6 +439,13 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["growing", "paged", "int8"])
+def test_swapped_heads_and_lengths_are_recognised(kind: str) -> None:
+    swapped = (x.transpose(1, 2) for x in tokens(kind, 2, Hkv + 2))
+    with pytest.raises(ValueError, match=r"k: expected .*; is this \(B, L, H, D\)\? transpose\(1, 2\)$"):
+        attend(new(kind), *swapped)
+
+
 def _omit_input(cache: Cache) -> None:
     if isinstance(cache, C.LatentCache):
         cache.attend(torch.zeros(2, H, 1, D), scale=1.0, lengths=[1, 1])

@@ -888,7 +888,10 @@ def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--compare", "--window", "3"], "--compare: expected no config, --kind, --window"),
         (["--compare", *LATENT[:3]], "--rank, --nope-dim, --rope-dim, --value-dim: expected all four"),
         (["--dtype", "int3"], "dtype: expected one of float64"),
-        (["/nowhere/config.json"], "No such file"),
+        (
+            ["/nowhere/config.json"],
+            "config: expected a file, got /nowhere/config.json, which does not exist\n",
+        ),
     ],
 )
 def test_the_command_reports_wrong_options(arguments: list[str], message: str) -> None:

@@ -401,6 +401,18 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Causal() and M.Causal(), TypeError, r"combine masks with &, \|, ~"),
         (lambda: M.And(M.Causal()), ValueError, r"And\(\*masks\): expected at least two masks, got 1"),
         (lambda: M.Or(M.Causal(), 1), TypeError, r"Or\(\*masks\): expected masks, got int"),
+        (
+            lambda: M.Prefix(3) & M.Causal,
+            TypeError,
+            r"&: expected a mask, got the class Causal; call it: Causal\(\)",
+        ),
+        (lambda: M.Causal | M.Prefix(3), TypeError, r"\|: expected a mask, got the class Causal; call it"),
+        (
+            lambda: M.PerHead([M.Causal]),
+            TypeError,
+            r"PerHead\(masks\[0\]\): .* got the class Causal; call it",
+        ),
+        (lambda: M.Not(M.Causal), TypeError, r"Not\(mask\): .* got the class Causal; call it"),
         (lambda: M.Not(1), TypeError, r"Not\(mask\): expected a mask, got int"),
         (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq: expected"),
         (
@@ -432,7 +444,7 @@ def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
         (M.Documents([0] * 5, [0] * 6), r"Documents\(k_ids\): expected .*, got \(6,\)"),
         (M.Documents([[0] * 7] * 3), r"batch \(2,\)"),
         (M.Global([[0]] * 3), r"Global\(tokens\): expected shape \(..., n\) .* batch \(2,\), got \(3, 1\)"),
-        (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): expected .* 5, 7\) .*, got \(5, 6\)"),
+        (M.Dense(torch.ones(5, 6).bool()), r"^mask: expected .* 5, 7\) .*, got \(5, 6\)"),
         (M.Dense(torch.ones(2, 1, 2, 5, 7).bool()), r"got \(2, 1, 2, 5, 7\); the third dim .* is the heads"),
         (
             M.Dense(torch.ones(2, 5, 7).bool()),

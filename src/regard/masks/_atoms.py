@@ -379,7 +379,7 @@ class Dense(Mask):
     def _check(self, sizes: CallSizes) -> None:
         if sizes.batch:
             check_not_3d("mask", self.keep.shape)
-        _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
+        _check_matrix("mask", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
     def _allows(self, pairs: Pairs) -> Tensor:
         return pairs.at_block(self.keep, 1, 1)

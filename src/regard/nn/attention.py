@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.types import Device
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
+from .._tools.words import hide_unknown, unknown_keyword
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Mask
 from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
@@ -63,14 +64,17 @@ class Attention(AttentionLayer, GroupedHeads):
         "heads", "kv_heads", "head_dim", "value_dim", "dropout", "kv_model", "mask", "scale", "softcap",
     )  # fmt: skip
 
+    @hide_unknown
     def __init__(
         self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, kv_model: int | None = None, bias: bool = True,
         out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
         position: Rule | None = None, mask: Mask | None = None, scale: float | None = None,
         softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
-        device: Device = None, dtype: torch.dtype | None = None,
+        device: Device = None, dtype: torch.dtype | None = None, **unknown: Never,
     ) -> None:  # fmt: skip
+        if unknown:
+            raise unknown_keyword(Attention.__init__, unknown)
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.scale, self.softcap, self.mask = scale, softcap, checked_mask(mask)
@@ -93,10 +97,11 @@ class Attention(AttentionLayer, GroupedHeads):
         self.gate = nn.Linear(self.d_model, joined, False, **factory) if gate else None
         self.out = nn.Linear(joined, self.d_model, out_bias, **factory)
 
+    @hide_unknown
     def forward(
         self, x: Tensor, context: Context = None, *, mask: Mask | Tensor | None = None,
         lengths: Tensor | None = None, positions: Positions | None = None, cu_seqlens: Tensor | None = None,
-        context_cu_seqlens: Tensor | None = None, cache: CacheLike | None = None,
+        context_cu_seqlens: Tensor | None = None, cache: CacheLike | None = None, **unknown: Never,
     ) -> Tensor:  # fmt: skip
         """Computes attention from x to `context`, or from x to itself. The output has x's shape.
 
@@ -115,6 +120,8 @@ class Attention(AttentionLayer, GroupedHeads):
             cache: a cache of `regard.cache`. The call appends the keys and values of x and attends
                 causally to all cached tokens.
         """
+        if unknown:
+            raise unknown_keyword(Attention.forward, unknown)
         options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
         if is_nested("x", x):
             return self._forward_nested(x, options, **self._nested_context(context))
