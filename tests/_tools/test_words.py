@@ -27,7 +27,7 @@ def packed(**options: Any) -> Any:
     return packing.varlen_attention(*(x[0].transpose(0, 1) for x in (Q, K, V)), [0, LQ], [0, LK], **options)
 
 
-def latent(*arguments: Any, **options: Any) -> Any:
+def latent(**options: Any) -> Any:
     return nn.LatentAttention(8, 2, rank=4, nope_dim=3, rope_dim=2, **options)
 
 

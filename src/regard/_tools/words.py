@@ -40,6 +40,7 @@ FORMS = {
         "call regard.weights with the same arguments": "need_weights output_attentions return_weights",
         "call regard.packing.varlen_attention":
             "cu_seqlens cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+        "use regard.cache.PagedCache": "block_table seqused_k",
         "leave it out: k and v may have fewer heads than q": "enable_gqa",
         "leave it out: multiply the output of each head by head_mask": "head_mask",
         "leave it out: results do not depend on the number of threads": "deterministic",
