@@ -104,7 +104,7 @@ def lengths(case: Case) -> M.Mask:
 
 
 def longformer(case: Case) -> M.Mask:
-    return M.longformer(128, global_tokens=range(min(4, case.Lk)))
+    return M.longformer((128, 128), global_tokens=range(min(4, case.Lk)))
 
 
 def dropout(case: Case) -> Options:

@@ -63,15 +63,15 @@ def masks_of(L: int) -> dict[str, Mask]:
     table = torch.rand(-(-L // 64), -(-L // 64), generator=torch.Generator().manual_seed(0)) < 0.2
     return {
         "Causal()": M.Causal(),
-        "Window(255)": M.Window(255),
+        "sliding(256)": M.sliding(256),
         "Lengths": M.Lengths(L - L // 5),
         "Documents & Causal": M.Documents(ids) & M.Causal(),
         "Prefix | Causal": M.Prefix(L // 8) | M.Causal(),
-        "longformer": M.longformer(128, [0, 1, 2, L // 2]),
+        "longformer": M.longformer((128, 128), [0, 1, 2, L // 2]),
         "bigbird": M.bigbird(64),
         "Blocks": M.Blocks(table, 64),
-        "Window & Dilated": M.Window(1023) & M.Dilated(4),
-        "PerHead of windows": M.PerHead([M.Window(64 * (h + 1)) for h in range(8)]),
+        "Window & Dilated": M.Window(1023, 0) & M.Dilated(4),
+        "PerHead of windows": M.PerHead([M.Window(64 * (h + 1), 0) for h in range(8)]),
         "~Window": ~M.Window(255, 255),
     }
 

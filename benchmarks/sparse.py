@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def longformer() -> LongformerAttention:
-    return LongformerAttention(WIDTH, HEADS, window=NEIGHBOURS, out=False).eval()
+    return LongformerAttention(WIDTH, HEADS, window=(NEIGHBOURS, NEIGHBOURS), out=False).eval()
 
 
 def bigbird() -> BigBirdAttention:

@@ -113,7 +113,7 @@ def show_correctness(console: Console) -> None:
     """Compares many options at once, in float32, with the formula in float64."""
     heading(console, "Is the result right?")
     q, k, v = torch.randn(2, 8, 333, 64), torch.randn(2, 2, 333, 64), torch.randn(2, 2, 333, 96)
-    mask = M.Window(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
+    mask = M.sliding(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
     options: dict[str, Any] = {
         "bias": scores.Alibi.standard(8),
         "softcap": 20.0,
@@ -135,9 +135,9 @@ def show_masks(console: Console, L: int = 16) -> None:
     heading(console, "Masks are values")
     masks = {
         "Causal()": M.Causal(),
-        "Window(4)": M.Window(4),
+        "sliding(4)": M.sliding(4),
         "packed documents": M.Documents(torch.tensor([0] * 5 + [1] * 7 + [2] * 4)) & M.Causal(),
-        "longformer": M.longformer(2, global_tokens=[0]),
+        "longformer": M.longformer(5, global_tokens=[0]),
     }
     panels = [Panel(f"[#56b4e9]{picture(m, L)}[/]", title=name, expand=False) for name, m in masks.items()]
     console.print(Columns(panels, padding=(0, 0)))

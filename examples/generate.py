@@ -26,7 +26,7 @@ from regard.cache import KVCache, LatentCache, PagedCache, QuantizedCache, Slidi
 from train_decoder import Decoder, batches, step  # isort: skip
 
 WINDOW, SINKS = 64, 4
-FULL, STREAMING = M.Causal(), M.Causal() & (M.Window(WINDOW - 1) | M.Prefix(SINKS))
+FULL, STREAMING = M.Causal(), M.streaming(WINDOW, SINKS)
 HEADS, LAYERS, SIZE = 8, 2, 32  # heads, layers and head size of the decoder; d = 256
 
 

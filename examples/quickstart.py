@@ -12,7 +12,7 @@ out = regard.attention(q, k, v, mask=M.Causal())
 print("causal           ", tuple(out.shape))
 
 lengths = torch.tensor([1024, 700])
-mask = M.Window(256) & M.Lengths(lengths) | M.Prefix(4)
+mask = M.sliding(256) & M.Lengths(lengths) | M.Prefix(4)
 out, lse = regard.attention(q, k, v, mask=mask, softcap=30.0, dropout=0.1, return_lse=True)
 print("with many options", tuple(out.shape), tuple(lse.shape))
 
@@ -20,5 +20,5 @@ one = regard.attention(q[:, :, -1:], k, v, mask=M.Causal())  # bottom-right alig
 print("decoding         ", tuple(one.shape))
 
 print(mask)
-print(M.longformer(3, global_tokens=[0]).draw(12, 12))
+print(M.longformer(7, global_tokens=[0]).draw(12, 12))
 print(regard.plan(q, k, v, mask=mask))

@@ -64,10 +64,10 @@ MASKS: dict[str, M.Mask | None] = {
     "window": M.Window(3, 2),
     "dilated": M.Dilated(2) & M.Causal(),
     "not": ~M.Window(1, 1),
-    "heads": M.PerHead([M.Causal(), M.Window(1), M.Window(0, 4), ~M.Causal()]),
+    "heads": M.PerHead([M.Causal(), M.Window(1, 0), M.Window(0, 4), ~M.Causal()]),
     "prefix": M.prefix_lm(4),
-    "global": M.longformer(1, [0, 2]),
-    "random": M.RandomBlocks(1, 3, seed=5) | M.Window(1),
+    "global": M.longformer((1, 1), [0, 2]),
+    "random": M.RandomBlocks(1, 3, seed=5) | M.Window(1, 0),
 }
 OPTIONS: dict[str, Callable[[], Options]] = {
     "plain": dict,
@@ -174,7 +174,9 @@ def test_causal_and_window_are_masks() -> None:
         return torch.equal(out, packing.varlen_attention(*qkv, *cu, mask=expected))
 
     assert equals(M.Causal(), causal=True)
-    assert equals(M.Window(3), window=3)
+    assert equals(M.sliding(4), window=4)  # a number counts keys, the query's own included
+    assert equals(M.sliding(1), window=1)
+    assert equals(M.Window(3, 0), window=(3, 0))  # a pair gives distances
     assert equals(M.Window(None, 2), window=(None, 2))
     assert equals(M.Causal() & M.Window(3, 3) & M.Dilated(2), causal=True, window=(3, 3), mask=M.Dilated(2))
 
@@ -645,7 +647,10 @@ attend = packing.varlen_attention
         (lambda: attend(Q, Q, Q, CU, mask=M.Documents([0] * 5)), TypeError, "any length"),
         (lambda: attend(Q, Q, Q, CU, mask=M.Dense(Q[0] > 0)), TypeError, "any length"),
         (lambda: attend(Q, Q, Q, CU, mask=Q[0] > 0), TypeError, "from_cu_seqlens"),
-        (lambda: attend(Q, Q, Q, CU, window=-1), ValueError, r"Window\(left\)"),
+        (lambda: attend(Q, Q, Q, CU, window=-1), ValueError, "window: expected an integer from 1"),
+        (lambda: attend(Q, Q, Q, CU, window=0), ValueError, "window: expected an integer from 1"),
+        (lambda: attend(Q, Q, Q, CU, window=(-1, 0)), ValueError, r"Window\(left\).* None for no limit"),
+        (lambda: attend(Q, Q, Q, CU, window=(1, 2, 3)), ValueError, r"window: .* \(left, right\), got"),
         (lambda: attend(Q, Q, Q, CU, offset=0.5), TypeError, "offset: expected an int"),
         (lambda: attend(Q, Q, Q, CU, offset=True), TypeError, "offset: expected an int"),
         (lambda: attend(Q, Q, Q, CU, offset=CU), ValueError, r"offset: expected shape \(N,\) = \(2,\)"),

@@ -199,7 +199,7 @@ def _mechanisms(L: int, causal: bool, heads: int, dim: int) -> dict[str, Attend]
     }
     if causal:
         return both_ways
-    longformer = nn.LongformerAttention(width, heads, window=NEIGHBOURS)
+    longformer = nn.LongformerAttention(width, heads, window=(NEIGHBOURS, NEIGHBOURS))
     return both_ways | {
         "longformer": partial(longformer.attend, global_tokens=range(min(GLOBALS, L))),
         "bigbird": nn.BigBirdAttention(width, heads, block=BLOCK).attend,

@@ -7,7 +7,7 @@ start at 0 in every sequence. A sequence may be empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ._api.attention import attention
 from ._api.packed import attend_packed
 from ._call.spec import Bias
 from ._tools.arguments import count, describe, holds_integers, tensor_of
+from ._tools.words import hide_unknown, unknown_keyword
 from .masks import Causal, Mask, Window, from_cu_seqlens
 from .masks._both import both
 
@@ -203,12 +204,13 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hide_unknown
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None = None, *,
     causal: bool = False, window: Reach | tuple[Reach, Reach] = None, mask: Mask | None = None,
     offset: int | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
     softcap: float | None = None, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto", **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes attention within each sequence of a packed row.
 
@@ -223,8 +225,9 @@ def varlen_attention(
         cu_seqlens_k: integers (N + 1,), for the keys. Default: cu_seqlens_q.
         causal: whether to apply `masks.Causal()`. Without `offset` it is aligned to the bottom
             right of each sequence.
-        window: `left` or `(left, right)`, the arguments of a `masks.Window` to apply. None in the
-            tuple means no limit. Default: no window.
+        window: an int is the number of keys that a query attends to, its own included and last
+            (`masks.sliding`). A pair (left, right) gives the distances to the farthest earlier and
+            later key, None in it means no limit (`masks.Window`). Default: no window.
         mask: a mask that applies to a sequence of any length: Causal, Window, Dilated, Prefix,
             Global, RandomBlocks, PerHead, and combinations with `&`, `|`, `~`.
         offset: the position of query 0 of each sequence: an int, or integers (N,). Default Lk - Lq
@@ -241,6 +244,8 @@ def varlen_attention(
         >>> packing.varlen_attention(q, k, v, cu, causal=True).shape
         torch.Size([600, 8, 64])
     """
+    if unknown:
+        raise unknown_keyword(varlen_attention, unknown)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise ValueError(f"{name}: expected a tensor (total, H, D), got {describe(x)}")
@@ -257,6 +262,13 @@ def varlen_attention(
 
 
 def _combined_mask(causal: bool, window: Reach | tuple[Reach, Reach], mask: Mask | None) -> Mask | None:
-    reach = window if isinstance(window, tuple) else (window,)
-    local = both(Causal() if causal else None, None if window is None else Window(*reach))
+    local = both(Causal() if causal else None, None if window is None else _local_mask(window))
     return both(local, mask)
+
+
+def _local_mask(window: int | tuple[Reach, Reach]) -> Mask:
+    if not isinstance(window, (tuple, list)):
+        return Window(count("window", window, 1) - 1, 0)
+    if len(window) != 2:
+        raise ValueError(f"window: expected a number of keys or distances (left, right), got {window}")
+    return Window(*window)

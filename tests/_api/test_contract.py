@@ -401,7 +401,7 @@ def calls_for_threads() -> list[Call]:
         None,
         M.Causal(),
         M.Window(100, 0),
-        M.longformer(40, [3]),
+        M.longformer((40, 40), [3]),
         M.Dilated(3) & M.Causal(),
         M.bigbird(16),
     )
@@ -430,7 +430,7 @@ ALONE = {
     "causal": M.Causal(),
     "window": M.Window(30, 0),
     "two-sided window": M.Window(50, 20),
-    "longformer": M.longformer(20, [0, 150]),
+    "longformer": M.longformer((20, 20), [0, 150]),
     "bigbird": M.bigbird(16),
     "dilated": M.Dilated(3) & M.Window(60, 0),
     "inverted": ~M.Window(40, 40),

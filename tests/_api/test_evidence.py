@@ -407,7 +407,7 @@ X = torch.randn(1, 2, 4, 8)
     ("want", "options", "error", "message"),
     [
         ([], {}, ValueError, "want: expected at least one fact"),
-        ([F.Entropy], {}, TypeError, "write its parentheses"),
+        ([F.Entropy], {}, TypeError, r"got the class Entropy; call it: Entropy\(\)"),
         ([F.Fact()], {}, TypeError, "want: expected facts"),
         (["entropy"], {}, TypeError, "want: expected facts, such as regard.Entropy"),
         ([F.Rows([4])], {}, ValueError, r"Rows\(indices\): expected indices below Lq = 4, got 4"),

@@ -71,9 +71,9 @@ def test_results_match_the_definition() -> None:
 
 def test_kl_of_a_sparse_pattern() -> None:
     q, k, v = qkv()
-    module = LongformerAttention(H * D, H, window=5)
+    module = LongformerAttention(H * D, H, window=(5, 5))
     result = regard.compare_to_exact(module, q, k, v, global_tokens=[0, 9])
-    visible = M.longformer(5, [0, 9]).to_dense(L, L)
+    visible = M.longformer((5, 5), [0, 9]).to_dense(L, L)
     mass = (regard.weights(q, k, v) * visible).sum(-1)
     assert result.kl == pytest.approx(float(-mass.log().mean()), rel=1e-4)
 
@@ -81,9 +81,9 @@ def test_kl_of_a_sparse_pattern() -> None:
 @pytest.mark.parametrize("Lk", [L, L + 20])
 def test_causal(Lk: int) -> None:
     q, k, v = qkv(Lk=Lk)
-    w = regard.weights(q, k, v, mask=M.Window(3))
+    w = regard.weights(q, k, v, mask=M.Window(3, 0))
     result = regard.compare_to_exact(
-        lambda q, k, v: regard.attention(q, k, v, mask=M.Window(3)), q, k, v, causal=True
+        lambda q, k, v: regard.attention(q, k, v, mask=M.Window(3, 0)), q, k, v, causal=True
     )
     error, kl, top1 = definition(q, k, v, w, M.Causal())
     assert result.error == pytest.approx(error, rel=1e-4)
@@ -141,7 +141,7 @@ def test_unnormalised_weights_have_no_kl() -> None:
 
 
 def test_modules_are_compared_in_eval_mode_and_restored() -> None:
-    module = LongformerAttention(H * D, H, window=L, dropout=0.5)
+    module = LongformerAttention(H * D, H, window=(L, L), dropout=0.5)
     module.out.eval()
     assert regard.compare_to_exact(module, *qkv()).error < 1e-6
     assert module.training

@@ -24,7 +24,8 @@ def qkv(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 MASKS: list[M.Mask | None] = [
-    None, M.Causal(), M.Window(2), M.Lengths(torch.tensor([0, 4])), M.PerHead([M.Causal(), M.Window(1)] * 3),
+    None, M.Causal(), M.Window(2, 0), M.Lengths(torch.tensor([0, 4])),
+    M.PerHead([M.Causal(), M.Window(1, 0)] * 3),
 ]  # fmt: skip
 
 
@@ -76,6 +77,16 @@ def test_plans_print_as_a_table() -> None:
     assert lines[0].split(None, 2) == ["runs", "on", "torch (sdpa)"]
     assert len({line.index(line[15:].lstrip()[:1], 15) for line in lines if line.startswith("not")}) <= 1
     assert any(line.startswith("visible pairs") and "% of the rectangle" in line for line in lines)
+
+
+@pytest.mark.skipif(not HAVE_CORE, reason="the plans differ without the core")
+def test_plans_say_which_backends_are_possible() -> None:
+    lines = str(regard.plan(*qkv(), softcap=1.0, impl="torch")).splitlines()
+    assert lines[1].split(None, 2) == ["also", "possible", "native, reference"]
+    lines = str(regard.plan(*qkv(), softcap=1.0, dropout=0.5, impl="reference")).splitlines()
+    assert lines[1].split(None, 2) == ["also", "possible", "native"]
+    assert lines[2].startswith("not torch")
+    assert lines[2].endswith("SDPA: does not support softcap, FlexAttention: has no dropout")
 
 
 def test_plans_are_frozen() -> None:

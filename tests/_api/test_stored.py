@@ -80,7 +80,7 @@ OPTIONS: dict[str, Any] = {
     "window with sinks": {"mask": M.streaming(40, 3)},
     "dilated": {"mask": M.Dilated(3)},
     "random": {"mask": M.RandomBlocks(3, 16, seed=1)},
-    "by head": {"mask": M.PerHead([M.Causal(), M.Window(50), M.Prefix(7), M.Dilated(2)])},
+    "by head": {"mask": M.PerHead([M.Causal(), M.Window(50, 0), M.Prefix(7), M.Dilated(2)])},
     "lengths": {"mask": M.Lengths([1100, 700])},
     "offsets": {"mask": M.Causal(), "offset": torch.tensor([1099, 513])},
     "alibi": {"bias": Alibi.standard(4), "mask": M.Causal()},
@@ -309,12 +309,12 @@ def test_backends_agree(impl: str) -> None:
     q, k, v = tensors(2, 8, 2, 1, 97, 64, 64)
     for kind in KINDS:
         stored = store(k, v, kind, 16)
-        want = attend_stored(q, stored, Options(mask=M.Window(50)), impl="native")
+        want = attend_stored(q, stored, Options(mask=M.Window(50, 0)), impl="native")
         assert isinstance(want, Tensor)
-        out = attend_stored(q, stored, Options(mask=M.Window(50)), impl=impl)
+        out = attend_stored(q, stored, Options(mask=M.Window(50, 0)), impl=impl)
         assert rel_l2(out, want) < 2e-6
         grad_q = q.clone().requires_grad_()
-        attend_stored(grad_q, stored, Options(mask=M.Window(50))).sum().backward()
+        attend_stored(grad_q, stored, Options(mask=M.Window(50, 0))).sum().backward()
         assert grad_q.grad is not None
 
 

@@ -133,20 +133,20 @@ def positions(q: Tensor) -> Tensor:
 
 n, seed = torch.tensor([3, 9, 5]), torch.tensor(7)
 slopes, table, sink = torch.rand(HQ), torch.randn(8, HQ), torch.randn(HQ)
-window = M.Window(5) | M.Prefix(2)
+window = M.Window(5, 0) | M.Prefix(2)
 alibi = Alibi(slopes)
 COMPILED: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "plain": (regard.attention, ()),
     "mask outside": (lambda q, k, v: regard.attention(q, k, v, mask=window, return_lse=True), ()),
-    "mask inside": (lambda q, k, v: regard.attention(q, k, v, mask=M.Causal() & M.Window(5)), ()),
+    "mask inside": (lambda q, k, v: regard.attention(q, k, v, mask=M.Causal() & M.Window(5, 0)), ()),
     "lengths outside": (with_captured_lengths(n), ()),
     "lengths inside": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Lengths(n) & M.Causal()), (n,)),
     "documents": (lambda q, k, v: regard.attention(q, k, v, mask=M.Documents(positions(q) // 4)), ()),
-    "global": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Global(n) | M.Window(2)), (n,)),
+    "global": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Global(n) | M.Window(2, 0)), (n,)),
     "patterns": (lambda q, k, v: regard.attention(q, k, v, mask=M.bigbird(4)), ()),
     "bool tensor": (lambda q, k, v: regard.attention(q, k, v, mask=scores_of(q, k) > 0), ()),
     "per head": (
-        lambda q, k, v: regard.attention(q, k, v, mask=M.PerHead([M.Causal(), M.Window(3)] * 2)),
+        lambda q, k, v: regard.attention(q, k, v, mask=M.PerHead([M.Causal(), M.Window(3, 0)] * 2)),
         (),
     ),
     "offsets": (lambda q, k, v, n: regard.attention(q, k, v, mask=M.Causal(), offset=n), (n,)),
@@ -238,7 +238,7 @@ def test_marked_lengths_compile_once() -> None:
 @pytest.mark.parametrize("what", ["window", "offset"])
 def test_integers_do_not_become_constants(what: str) -> None:
     def call(x: Tensor, i: int) -> Tensor:
-        mask, offset = (M.Window(i), None) if what == "window" else (M.Causal(), i)
+        mask, offset = (M.Window(i, 0), None) if what == "window" else (M.Causal(), i)
         return regard.attention(x, x, x, mask=mask, offset=offset)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -361,7 +361,7 @@ def test_export(sizes: str, strict: bool) -> None:
 
 
 def test_an_exported_program_trains_and_is_saved() -> None:
-    layer = Layer(M.Window(4) | M.Lengths(torch.tensor([1, 2, 3])))
+    layer = Layer(M.Window(4, 0) | M.Lengths(torch.tensor([1, 2, 3])))
     program = export(layer, (X, N))
     exported = program.module()
     exported(X, N).square().sum().backward()

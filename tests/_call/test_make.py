@@ -131,7 +131,7 @@ def test_a_repeated_call_is_not_checked_again() -> None:
     )
     assert (
         make(q, k, v, Options(mask=masks.Causal())).spec
-        is not make(q, k, v, Options(mask=masks.Window(2))).spec
+        is not make(q, k, v, Options(mask=masks.Window(2, 0))).spec
     )
     assert make(q, k, v, Options(offset=1)).spec is not make(q, k, v, Options(offset=2)).spec
     assert make(q, k, v, Options(scale=1)).spec is make(q, k, v, Options(scale=1.0)).spec
@@ -233,7 +233,7 @@ def test_meta_tensors_are_checked_by_shape() -> None:
     "mask",
     [
         masks.Lengths([5, 7]),
-        masks.longformer(2, global_tokens=[0]),
+        masks.longformer((2, 2), global_tokens=[0]),
         masks.Documents([0] * LK) & masks.Causal(),
     ],
     ids=repr,
@@ -328,14 +328,30 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"k": torch.zeros(B, 4, LK, D), "v": torch.zeros(B, 4, LK, DV)},
         ValueError,
-        "k: .* divides Hq = 6, got 4",
+        r"k: .* divides Hq = 6, got 4 \(.*\)$",
+    ),
+    (
+        {"q": Q.transpose(1, 2), "k": K.transpose(1, 2), "v": V.transpose(1, 2)},
+        ValueError,
+        r"k: .* divides Hq = 5, got 7 \(.*\); is this \(B, L, H, D\)\? transpose\(1, 2\)$",
+    ),
+    (
+        {"q": Q[0].transpose(0, 1), "k": K[0].transpose(0, 1), "v": V[0].transpose(0, 1)},
+        ValueError,
+        r"k: .* divides Hq = 5, got 7 \(.*\); is this \(L, H, D\)\? transpose\(0, 1\)$",
     ),
     ({"k": K[:, :0], "v": V[:, :0]}, ValueError, "k: .* divides Hq = 6, got 0"),
     ({"k": torch.zeros(3, HKV, LK, D)}, ValueError, "batch dims that are equal or 1, got 2, 3 and 2"),
     ({"mask": torch.zeros(LQ, LK)}, TypeError, "mask: .*bias=.*got float32 tensor"),
     ({"mask": torch.zeros(LQ, LK).int()}, TypeError, r"mask: .*mask\.bool\(\).*got int32 tensor"),
     ({"mask": "causal"}, TypeError, "mask: expected a Mask or a bool tensor .* got str 'causal'"),
-    ({"mask": torch.ones(LQ, LK + 1, dtype=torch.bool)}, ValueError, "Dense"),
+    (
+        {"mask": torch.ones(LQ, LK + 1, dtype=torch.bool)},
+        ValueError,
+        r"^mask: expected a shape .*got \(5, 8\)",
+    ),
+    ({"mask": masks.Causal}, TypeError, r"mask: .*got the class Causal; call it: Causal\(\)"),
+    ({"mask": masks.Window}, TypeError, r"mask: .*got the class Window; call it: Window\(\.\.\.\)"),
     ({"mask": masks.Lengths(torch.tensor([1, 2, 3]))}, ValueError, "Lengths"),
     ({"mask": masks.Lengths(torch.tensor([1, LK + 1]))}, ValueError, "expected lengths up to Lk = 7"),
     ({"offset": True}, TypeError, "offset: expected an int"),

@@ -29,6 +29,13 @@ def test_a_save_creates_or_replaces_a_file(tmp_path: Path) -> None:
         assert files(tmp_path) == ["file.txt"]
 
 
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "file.txt"
+    with pytest.raises(FileNotFoundError, match=rf"^path: .* got {path}; create {path.parent}$"):
+        save(path, "first")
+    assert files(tmp_path) == []
+
+
 def test_an_error_leaves_the_previous_file(tmp_path: Path) -> None:
     save(tmp_path / "file.txt", "first")
     for error in (OSError, KeyboardInterrupt):

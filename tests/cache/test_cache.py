@@ -167,7 +167,7 @@ def test_options(kind: str, name: str) -> None:
 def test_window_counts_the_query_itself(kind: str) -> None:
     q, k, v = tokens(kind, 2, 40)
     out = attend_in_chunks(new(kind), q, k, v, [1, 17], window=5)
-    assert rel_l2(out, expected(kind, q, k, v, mask=M.Window(4))) < LIMITS[torch.float32]
+    assert rel_l2(out, expected(kind, q, k, v, mask=M.Window(4, 0))) < LIMITS[torch.float32]
 
 
 @every_cache
@@ -437,6 +437,13 @@ def failing_calls(kind: str) -> dict[str, tuple[type[Exception], str, Callable[[
         "state": (ValueError, "state: expected the tensors", lambda c: c.load_state_dict({})),
         "state shape": (ValueError, "(state|lengths): expected", lambda c: c.load_state_dict(_bad_state(c))),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["growing", "paged", "int8"])
+def test_swapped_heads_and_lengths_are_recognised(kind: str) -> None:
+    swapped = (x.transpose(1, 2) for x in tokens(kind, 2, Hkv + 2))
+    with pytest.raises(ValueError, match=r"k: expected .*; is this \(B, L, H, D\)\? transpose\(1, 2\)$"):
+        attend(new(kind), *swapped)
 
 
 def _omit_input(cache: Cache) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
+import typer
 from typer.testing import CliRunner
 
 from regard.cli import _app
 from regard.cli._app import GALLERY, app
+from regard.cli.console import one_line_errors
 
 # Commands of the gallery are hidden if the gallery is not installed.
 NAMES = [c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden]  # type: ignore[union-attr]
@@ -94,3 +97,10 @@ def test_a_missing_package_says_what_to_install() -> None:
         result = CliRunner().invoke(failing_app)
         assert result.exit_code == 1
         assert result.stderr == f"regard: No module named {name!r}; pip install {package}\n"
+
+
+def test_errors_of_the_system_are_sentences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "missing", "no such file or directory"), (tmp_path, "is a directory")):
+        with pytest.raises(typer.Exit), one_line_errors():
+            path.read_bytes()
+        assert capsys.readouterr().err == f"regard: {path}: {reason}\n"

@@ -918,7 +918,12 @@ def test_loaded_modules_are_in_evaluation_mode(tmp_path: Path) -> None:
         ),
         (lambda m, x: convert.save(nn.Linear(2, 2), "x"), TypeError, "got Linear"),
         (
-            lambda m, x: convert.save(Attention(8, 2, mask=M.Window(3)), "x"),
+            lambda m, x: convert.load("no/such.safetensors"),
+            FileNotFoundError,
+            r"^path: expected a file, got no/such\.safetensors, which does not exist$",
+        ),
+        (
+            lambda m, x: convert.save(Attention(8, 2, mask=M.Window(3, 0)), "x"),
             ValueError,
             r"expected mask None or Causal",
         ),

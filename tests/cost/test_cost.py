@@ -273,11 +273,11 @@ MASKS = {
     "sinks": M.streaming(11, 3),
     "documents": M.Documents(torch.arange(101) // 23) & M.Causal(),
     "lengths": M.Lengths(torch.tensor([40, 101])),
-    "longformer": M.longformer(7, [0, 50]),
+    "longformer": M.longformer((7, 7), [0, 50]),
     "bigbird": M.bigbird(8),
     "dilated": M.Window(30, 30) & M.Dilated(3),
     "blocks": M.Blocks(torch.rand(4, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.5, 16),
-    "per head": M.PerHead([M.Causal(), M.Window(3), M.Prefix(5), ~M.Window(20)]),
+    "per head": M.PerHead([M.Causal(), M.Window(3, 0), M.Prefix(5), ~M.Window(20, 0)]),
 }
 
 
@@ -471,8 +471,8 @@ def test_global_tokens_of_a_longformer() -> None:
     """The rows of global tokens are computed twice: in the windows, then over all tokens."""
     is_global = torch.arange(64) < 3
     for dilation in (1, 2):
-        layer_cost = estimate(LongformerSpec(48, 6, window=4, dilation=dilation, globals=3), 64)
-        local = M.longformer(4, dilation=dilation).to_dense(64, 64) | is_global
+        layer_cost = estimate(LongformerSpec(48, 6, window=(4, 4), dilation=dilation, globals=3), 64)
+        local = M.longformer((4, 4), dilation=dilation).to_dense(64, 64) | is_global
         assert layer_cost.forward.visible == 2 * 16 * 6 * (int(local.sum()) + 3 * 64)
         assert layer_cost.products["global q"] == 2 * 3 * 48 * 48
 
@@ -717,7 +717,7 @@ def test_a_stack_gives_its_layers() -> None:
         (lambda: from_module(WRONG), TypeError, r"module: expected one of"),
         (lambda: from_module(nn.MultiheadAttention(8, 2, kdim=4)), ValueError, r"kdim = vdim = embed_dim"),
         (
-            lambda: from_module(regard.nn.LongformerAttention(8, 2, window=2, dilation=[1, 2])),
+            lambda: from_module(regard.nn.LongformerAttention(8, 2, window=(2, 2), dilation=[1, 2])),
             ValueError, r"one dilation for all heads",
         ),
         (lambda: cost.predict(CallSpec(), MACHINE, WRONG), ValueError, r"passes: expected one of forward"),
@@ -890,7 +890,10 @@ def test_the_command_predicts_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--compare", "--window", "3"], "--compare: expected no config, --kind, --window"),
         (["--compare", *LATENT[:3]], "--rank, --nope-dim, --rope-dim, --value-dim: expected all four"),
         (["--dtype", "int3"], "dtype: expected one of float64"),
-        (["/nowhere/config.json"], "No such file"),
+        (
+            ["/nowhere/config.json"],
+            "config: expected a file, got /nowhere/config.json, which does not exist\n",
+        ),
     ],
 )
 def test_the_command_reports_wrong_options(arguments: list[str], message: str) -> None:

@@ -214,7 +214,7 @@ def long() -> explore.Explorer:
     generator = torch.Generator().manual_seed(0)
     q, k = (2 * torch.randn(1, n, 16, generator=generator) for _ in range(2))
     tokens = [f"{WORDS[i % len(WORDS)]}{i % 97}" for i in range(n)]
-    return explore.tensors(q, k, tokens, title="long", mask=Window(255))
+    return explore.tensors(q, k, tokens, title="long", mask=Window(255, 0))
 
 
 def seconds_to_answer(page: Any, query: int, awaited: str) -> float:

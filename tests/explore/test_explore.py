@@ -42,8 +42,8 @@ def test_blocks_are_as_fine_as_the_limit_allows(Lq: int, Lk: int, block: int) ->
 def test_facts_equal_those_of_the_weights() -> None:
     q, k = torch.randn(3, 23, 8), torch.randn(1, 23, 8)
     tokens = [f"t{i}" for i in range(23)]
-    trace = explore.tensors(q, k, tokens, mask=Window(9)).traces[0]
-    weights = regard.weights(q.double(), k.double(), k.double(), mask=Window(9))
+    trace = explore.tensors(q, k, tokens, mask=Window(9, 0)).traces[0]
+    weights = regard.weights(q.double(), k.double(), k.double(), mask=Window(9, 0))
     for head in range(3):
         facts = head_facts(trace, 0, head)
         assert facts["block"] == 1

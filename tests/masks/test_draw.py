@@ -102,7 +102,7 @@ def test_images_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_html_contains_an_svg() -> None:
-    html = (M.Window(1) | M.Prefix(1))._repr_html_()
+    html = (M.Window(1, 0) | M.Prefix(1))._repr_html_()
     assert "<svg" in html
     assert "32 queries x 32 keys" in html
     assert "Window(1, 0) | Prefix(1)" in html

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import regard
 from regard import masks as M
 from regard.masks._mask import decode
 from support import interpreter as program_interpreter
@@ -42,9 +43,9 @@ def examples() -> list[M.Mask]:
         M.Dense(torch.rand(2, 1, 5, 7) > 0.5),
         M.Blocks(torch.rand(3, 3, 4) > 0.5, 2),
         M.BlockPatterns(torch.randint(3, (2, 1, 3, 3)), patterns(2, 3)),
-        M.PerHead([M.Causal(), M.Window(1), M.Prefix(2)]),
+        M.PerHead([M.Causal(), M.Window(1, 0), M.Prefix(2)]),
         M.Causal() & M.Lengths(torch.tensor([3, 7])),
-        M.Window(1) | M.Global([0]),
+        M.Window(1, 0) | M.Global([0]),
         ~M.Dilated(2),
     ]
 
@@ -245,23 +246,25 @@ def test_operators_flatten() -> None:
 
 def test_and_joins_windows() -> None:
     causal, prefix = M.Causal(), M.Prefix(1)
-    assert causal & M.Window(4) == M.Window(4) & causal == M.Window(4)
+    assert causal & M.Window(4, 0) == M.Window(4, 0) & causal == M.Window(4, 0)
     assert repr(causal & M.Window(4, 2)) == "Window(4, 0)"
     assert M.Window(None, 3) & M.Window(5, None) & M.Window(2, 7) == M.Window(2, 3)
     assert causal & causal == causal & M.Window(None, None) == causal
     assert (
-        (M.Window(3) & prefix) & M.Window(2) == M.Window(3) & (prefix & M.Window(2)) == M.Window(2) & prefix
+        (M.Window(3, 0) & prefix) & M.Window(2, 0)
+        == M.Window(3, 0) & (prefix & M.Window(2, 0))
+        == M.Window(2, 0) & prefix
     )
-    assert (M.Window(3) & prefix & M.Window(2)).lower().code == (M.Window(2) & prefix).lower().code
-    assert M.And(causal, M.Window(4)).masks == (M.Window(4),)
-    assert torch.equal(M.And(causal, M.Window(2, 1)).to_dense(5, 7), M.Window(2).to_dense(5, 7))
-    assert (causal | M.Window(4)).masks == (causal, M.Window(4))
+    assert (M.Window(3, 0) & prefix & M.Window(2, 0)).lower().code == (M.Window(2, 0) & prefix).lower().code
+    assert M.And(causal, M.Window(4, 0)).masks == (M.Window(4, 0),)
+    assert torch.equal(M.And(causal, M.Window(2, 1)).to_dense(5, 7), M.Window(2, 0).to_dense(5, 7))
+    assert (causal | M.Window(4, 0)).masks == (causal, M.Window(4, 0))
 
 
 def test_kinds() -> None:
     distance, position, index = M.MaskKind.DISTANCE, M.MaskKind.POSITION, M.MaskKind.INDEX
     assert (M.Causal() | ~M.Dilated(2)).kinds == {distance}
-    assert M.PerHead([M.Window(1), M.Prefix(2)]).kinds == {distance, position}
+    assert M.PerHead([M.Window(1, 0), M.Prefix(2)]).kinds == {distance, position}
     assert M.Global([0]).kinds == M.RandomBlocks(1, 2).kinds == {position}
     assert M.Lengths(3).kinds == M.Documents([0]).kinds == M.Dense(torch.ones(1, 1) > 0).kinds == {index}
 
@@ -279,7 +282,7 @@ def test_reprs_are_short() -> None:
     assert repr(M.Lengths(4)) == "Lengths(4)"
     assert repr(M.Dense(torch.ones(2, 3).bool())) == "Dense(<bool (2, 3)>)"
     assert repr(M.Documents(torch.arange(100))) == "Documents(<int64 (100,)>)"
-    assert repr(M.PerHead([M.Causal(), M.Window(2)])) == "PerHead([Causal(), Window(2, 0)])"
+    assert repr(M.PerHead([M.Causal(), M.Window(2, 0)])) == "PerHead([Causal(), Window(2, 0)])"
 
 
 def test_masks_move_between_devices() -> None:
@@ -291,9 +294,9 @@ def test_masks_move_between_devices() -> None:
 
 def test_lists_become_cpu_tensors_whatever_the_default_device() -> None:
     with torch.device("meta"):
-        mask = M.longformer(1, global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
+        mask = M.longformer((1, 1), global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
     assert all(t.device.type == "cpu" for t in mask.lower().tensors)
-    assert mask == M.longformer(1, global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
+    assert mask == M.longformer((1, 1), global_tokens=[0]) & M.Lengths([1, 2]) & M.Documents([0, 0, 1])
 
 
 def test_dense_takes_a_mask_of_the_keys() -> None:
@@ -317,11 +320,34 @@ def test_masks_work_on_fake_tensors() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: M.Window(-3), ValueError, r"Window\(left\): expected an integer from 0 .*, got -3"),
+        (
+            lambda: M.Window(-3, 0),
+            ValueError,
+            r"Window\(left\): expected a distance >= 0, or None for no limit, got -3",
+        ),
+        (
+            lambda: M.Window(4),
+            TypeError,
+            r"Window: .* write sliding\(4\) for 4 keys.* Window\(left=4, right=0\)",
+        ),
+        (
+            lambda: M.Window(left=4),
+            TypeError,
+            r"Window: expected two distances, got only 4; write sliding\(4\)",
+        ),
+        (lambda: M.Window(None), TypeError, r"Window: expected two distances.*, got only NoneType None"),
+        (lambda: M.create_window_mask(9, 4), TypeError, r"Window: expected two distances, got only 4"),
+        (
+            lambda: M.longformer(4),
+            ValueError,
+            r"longformer\(window\): .* odd number of keys.* is 5 or \(2, 2\)",
+        ),
+        (lambda: M.longformer(0), ValueError, r"longformer\(window\): expected an integer from 1"),
+        (lambda: M.longformer((1, 2, 3)), ValueError, r"longformer\(window\): .*distances \(left, right\)"),
         (lambda: M.Window(1, -1), ValueError, r"Window\(right\)"),
-        (lambda: M.Window(1.5), TypeError, r"Window\(left\): expected an int, got float 1.5"),
-        (lambda: M.Window(True), TypeError, r"Window\(left\): expected an int, got bool True"),
-        (lambda: M.Window(2**62), ValueError, r"Window\(left\)"),
+        (lambda: M.Window(1.5, 0), TypeError, r"Window\(left\): expected an int, got float 1.5"),
+        (lambda: M.Window(True, 0), TypeError, r"Window\(left\): expected an int, got bool True"),
+        (lambda: M.Window(2**62, 0), ValueError, r"Window\(left\)"),
         (lambda: M.Prefix(-1), ValueError, r"Prefix\(n\)"),
         (lambda: M.Prefix(torch.tensor(3)), TypeError, r"Prefix\(n\): expected an int, got int64 tensor"),
         (lambda: M.Lengths(-1), ValueError, r"Lengths\(n\): expected lengths >= 0, got -1"),
@@ -375,6 +401,18 @@ def test_masks_work_on_fake_tensors() -> None:
         (lambda: M.Causal() and M.Causal(), TypeError, r"combine masks with &, \|, ~"),
         (lambda: M.And(M.Causal()), ValueError, r"And\(\*masks\): expected at least two masks, got 1"),
         (lambda: M.Or(M.Causal(), 1), TypeError, r"Or\(\*masks\): expected masks, got int"),
+        (
+            lambda: M.Prefix(3) & M.Causal,
+            TypeError,
+            r"&: expected a mask, got the class Causal; call it: Causal\(\)",
+        ),
+        (lambda: M.Causal | M.Prefix(3), TypeError, r"\|: expected a mask, got the class Causal; call it"),
+        (
+            lambda: M.PerHead([M.Causal]),
+            TypeError,
+            r"PerHead\(masks\[0\]\): .* got the class Causal; call it",
+        ),
+        (lambda: M.Not(M.Causal), TypeError, r"Not\(mask\): .* got the class Causal; call it"),
         (lambda: M.Not(1), TypeError, r"Not\(mask\): expected a mask, got int"),
         (lambda: M.Causal().to_dense(-1, 3), ValueError, r"Lq: expected"),
         (
@@ -406,7 +444,7 @@ def test_check_accepts_matching_sizes(mask: M.Mask) -> None:
         (M.Documents([0] * 5, [0] * 6), r"Documents\(k_ids\): expected .*, got \(6,\)"),
         (M.Documents([[0] * 7] * 3), r"batch \(2,\)"),
         (M.Global([[0]] * 3), r"Global\(tokens\): expected shape \(..., n\) .* batch \(2,\), got \(3, 1\)"),
-        (M.Dense(torch.ones(5, 6).bool()), r"Dense\(keep\): expected .* 5, 7\) .*, got \(5, 6\)"),
+        (M.Dense(torch.ones(5, 6).bool()), r"^mask: expected .* 5, 7\) .*, got \(5, 6\)"),
         (M.Dense(torch.ones(2, 1, 2, 5, 7).bool()), r"got \(2, 1, 2, 5, 7\); the third dim .* is the heads"),
         (
             M.Dense(torch.ones(2, 5, 7).bool()),
@@ -447,12 +485,37 @@ def test_check_accepts_positions_beyond_the_keys() -> None:
 # Patterns
 
 
+def test_a_window_as_one_number_counts_keys() -> None:
+    """Wherever a single number gives a window, a query attends to that many keys, its own included."""
+    L, n = 11, 5
+    q, k = torch.randn(2, L, 1, 4)  # packed: (total, H, D)
+    eye = torch.eye(L)[:, None]  # with one-hot values, outputs are weights
+    heads_first = [x[None].transpose(1, 2) for x in (q, k, eye)]
+    cache, latest = regard.cache.KVCache(1, 1, 4, L), regard.cache.SlidingCache(1, 1, 4, L, window=n)
+    seen = {
+        "sliding": regard.attention(*heads_first, mask=M.sliding(n))[0, 0],
+        "longformer": regard.attention(*heads_first, mask=M.longformer(n))[0, 0],
+        "streaming": regard.attention(*heads_first, mask=M.streaming(n, 0))[0, 0],
+        "varlen_attention": regard.packing.varlen_attention(q, k, eye, [0, L], window=n)[:, 0],
+        "attend": cache.attend(*heads_first, window=n)[0, 0],
+        "SlidingCache": latest.attend(*heads_first)[0, 0],
+    }
+    for name, weights in seen.items():
+        assert (weights > 0).sum(-1).max() == n, name
+        assert (weights.diagonal() > 0).all(), name
+    layer = regard.cost.AttentionSpec(8, 2, window=n)
+    assert layer.most_kept == n
+
+
 def test_named_patterns() -> None:
     assert M.sliding(4) == M.Window(3, 0)
-    assert M.streaming(4, 2) == (M.Window(3) | M.Prefix(2)) & M.Causal()
+    assert M.streaming(4, 2) == (M.Window(3, 0) | M.Prefix(2)) & M.Causal()
     assert M.prefix_lm(3) == M.Causal() | M.Prefix(3)
-    assert M.longformer(2) == M.Window(2, 2)
-    dilated = M.longformer(2, [0], dilation=3, causal=True)
+    assert M.longformer(5) == M.longformer((2, 2)) == M.Window(2, 2)
+    assert M.longformer(1) == M.Window(0, 0)
+    assert M.longformer(4, causal=True) == M.sliding(4)
+    assert M.longformer(4, dilation=3, causal=True) == M.Window(9, 0) & M.Dilated(3)
+    dilated = M.longformer((2, 2), [0], dilation=3, causal=True)
     assert dilated == ((M.Window(6, 6) & M.Dilated(3)) | M.Global([0])) & M.Causal()
     big = M.bigbird(4, window=3, random=1, global_blocks=1, seed=5)
     assert big == M.Window(6, 6) | M.RandomBlocks(1, 4, 5) | M.Global([0, 1, 2, 3])

@@ -117,7 +117,12 @@ def test_lengths_around_chunk_boundaries(isa: str, D: int, poison: None) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_chunks(isa: str, dtype: torch.dtype, poison: None) -> None:
-    masks = (M.Causal(), M.Dilated(3), M.longformer(70, [0, 500]), M.Documents(torch.arange(1100) // 130))
+    masks = (
+        M.Causal(),
+        M.Dilated(3),
+        M.longformer((70, 70), [0, 500]),
+        M.Documents(torch.arange(1100) // 130),
+    )
     for mask in masks:
         for D, Dv in ((64, 64), (200, 160), (16, 300)):
             check(call_of(isa, 1, 2, 1, 1100, 1100, D, Dv, dtype=dtype, mask=mask), lse=True)

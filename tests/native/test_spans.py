@@ -180,10 +180,10 @@ SPARSE = {
     "window": M.Window(256, 0),
     "padding": M.Lengths(4000) & M.Causal(),
     "packed": M.Documents(torch.arange(4096) // 300) & M.Causal(),
-    "longformer": M.longformer(256, [0, 1, 2]),
+    "longformer": M.longformer((256, 256), [0, 1, 2]),
     "bigbird": M.bigbird(64),
     "dilated": M.Causal() & M.Dilated(4),
-    "heads": M.PerHead([M.Window(64 * (h + 1)) for h in range(8)]),
+    "heads": M.PerHead([M.Window(64 * (h + 1), 0) for h in range(8)]),
     "blocks": M.Blocks(torch.ones(64, 64).tril().bool(), 64),
 }
 

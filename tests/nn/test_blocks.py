@@ -205,6 +205,7 @@ def test_a_checkpoint_of_a_stack() -> None:
     [
         (lambda m, x: m(x, x), "context: expected None for this block, got Tensor"),
         (lambda m, x: m(x, caches=[]), "caches: expected one for each of 2 blocks, got 0"),
+        (lambda m, x: m(x, caches=[m.new_caches(2)[0]] * 2), "caches: .* got the same cache more than once"),
         (lambda m, x: m.remember(x), "remember: expected a block with cross-attention, got none"),
         (lambda m, x: DecoderBlock(D, HEADS, kv_model=D)(x), "context: expected a tensor or a Memory"),
     ],
@@ -212,6 +213,19 @@ def test_a_checkpoint_of_a_stack() -> None:
 def test_wrong_stacks(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(decoder(), torch.randn(2, 5, D))
+
+
+def test_one_cache_for_many_blocks() -> None:
+    """Blocks that share a cache would mix their keys. The message names the argument."""
+    model, x = decoder(), torch.randn(2, 5, D)
+    cache = model.new_caches(2)[0]
+    with pytest.raises(TypeError, match=r"cache: write caches=, a list with one cache for each of 2 blocks"):
+        model(x, cache=cache)
+    with pytest.raises(
+        TypeError, match=r"caches: expected a list with one cache for each of 2 blocks.*KVCache"
+    ):
+        model(x, caches=cache)
+    assert len(cache) == 0
 
 
 def test_a_stack_compiles_in_one_graph() -> None:

@@ -150,7 +150,7 @@ def test_samples_of_different_lengths(absorb: bool) -> None:
 
 @pytest.mark.parametrize("absorb", ABSORB)
 def test_decoding_with_a_window(absorb: bool) -> None:
-    module, x = small(mask=M.Window(3)).double(), torch.randn(1, 12, 17, dtype=torch.float64)
+    module, x = small(mask=M.Window(3, 0)).double(), torch.randn(1, 12, 17, dtype=torch.float64)
     cache = module.new_cache(1, capacity=12)
     with torch.no_grad():
         outs = [module(chunk, cache=cache, absorb=absorb) for chunk in x.split(4, 1)]

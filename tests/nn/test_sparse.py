@@ -81,7 +81,7 @@ def run_their_longformer(theirs: Any, x: Tensor, lengths: Tensor, marks: Tensor)
 )
 def test_longformer_matches_hugging_face(training: bool, tokens: tuple[list[int], ...]) -> None:
     theirs, L = their_longformer(6), 72
-    ours = LongformerAttention(WIDTH, HEADS, window=6, out=False).train(training)
+    ours = LongformerAttention(WIDTH, HEADS, window=(6, 6), out=False).train(training)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(B, L, WIDTH, requires_grad=True)
     lengths, marks = torch.tensor([72, 50, 41]), token_marks(L, *tokens)
@@ -132,7 +132,7 @@ def dense_longformer(
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("window", [5, (7, 0), (2, 9), 0])
+@pytest.mark.parametrize("window", [11, (7, 0), (2, 9), 1])
 @pytest.mark.parametrize("dilation", [1, [1, 2, 3, 1], 4])
 def test_longformer_matches_dense_attention(
     training: bool, window: int | tuple[int, int], dilation: int | list[int]
@@ -156,7 +156,7 @@ def test_longformer_matches_dense_attention(
 
 def test_many_global_tokens_use_projected_keys() -> None:
     """Few global tokens use the absorbed form; many use projected keys. Both forms agree."""
-    module = LongformerAttention(WIDTH, HEADS, window=3).eval()
+    module = LongformerAttention(WIDTH, HEADS, window=(3, 3)).eval()
     threshold = int(WIDTH * 6 / (WIDTH - 6))
     assert module._absorbs(threshold - 1)
     assert not module._absorbs(threshold + 1)
@@ -170,16 +170,16 @@ def test_many_global_tokens_use_projected_keys() -> None:
 def test_attend_matches_the_mask_pattern(dilation: int) -> None:
     """`attend` has no separate projections for global tokens, so it equals a `longformer` mask."""
     q, k, v = torch.randn(3, 2, HEADS, 50, 6)
-    module = LongformerAttention(WIDTH, HEADS, window=4, dilation=dilation)
+    module = LongformerAttention(WIDTH, HEADS, window=(4, 4), dilation=dilation)
     tokens = [0, 17, 18]
-    pattern = regard.masks.longformer(4, tokens, dilation=dilation)
+    pattern = regard.masks.longformer((4, 4), tokens, dilation=dilation)
     assert_close(module.attend(q, k, v, global_tokens=tokens), regard.attention(q, k, v, mask=pattern))
-    local_pattern = regard.masks.longformer(4, dilation=dilation)
+    local_pattern = regard.masks.longformer((4, 4), dilation=dilation)
     assert_close(module.attend(q, k, v), regard.attention(q, k, v, mask=local_pattern))
 
 
 def test_global_tokens_may_be_marks_or_positions() -> None:
-    module, x = LongformerAttention(WIDTH, HEADS, window=2).eval(), torch.randn(2, 20, WIDTH)
+    module, x = LongformerAttention(WIDTH, HEADS, window=(2, 2)).eval(), torch.randn(2, 20, WIDTH)
     outs = [
         module(x, global_tokens=tokens)
         for tokens in (
@@ -198,14 +198,14 @@ def test_global_tokens_may_be_marks_or_positions() -> None:
 
 
 def test_longformer_dropout_applies_only_in_training() -> None:
-    module, x = LongformerAttention(WIDTH, HEADS, window=2, dropout=0.5), torch.randn(1, 30, WIDTH)
+    module, x = LongformerAttention(WIDTH, HEADS, window=(2, 2), dropout=0.5), torch.randn(1, 30, WIDTH)
     assert not torch.equal(module(x, global_tokens=[0]), module(x, global_tokens=[0]))
     module.eval()
     assert torch.equal(module(x, global_tokens=[0]), module(x, global_tokens=[0]))
 
 
 def test_longformer_in_a_block() -> None:
-    sublayers = (LongformerAttention(WIDTH, HEADS, window=3), FeedForward(WIDTH, 2 * WIDTH))
+    sublayers = (LongformerAttention(WIDTH, HEADS, window=(3, 3)), FeedForward(WIDTH, 2 * WIDTH))
     block, x = Block(*sublayers).eval(), torch.randn(2, 20, WIDTH)
     lengths = torch.tensor([20, 9])
     attended = x + sublayers[0](block.attention.norm(x), global_tokens=[1], lengths=lengths)
@@ -215,7 +215,7 @@ def test_longformer_in_a_block() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_autocast_and_transforms(training: bool) -> None:
-    module, x = LongformerAttention(WIDTH, HEADS, window=3).train(training), torch.randn(2, 20, WIDTH)
+    module, x = LongformerAttention(WIDTH, HEADS, window=(3, 3)).train(training), torch.randn(2, 20, WIDTH)
 
     def loss(x: Tensor) -> Tensor:
         return module(x, global_tokens=[1]).square().sum()  # type: ignore[no-any-return]
@@ -228,7 +228,7 @@ def test_autocast_and_transforms(training: bool) -> None:
 
 
 def test_padding_is_masked() -> None:
-    module = LongformerAttention(WIDTH, HEADS, window=9).eval()
+    module = LongformerAttention(WIDTH, HEADS, window=(9, 9)).eval()
     x = torch.randn(1, 30, WIDTH)
     expected = module(x[:, :20], global_tokens=[1])
     x[:, 20:] = float("nan")
@@ -239,15 +239,21 @@ def test_padding_is_masked() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"window": -1}, ValueError, "window: expected an integer from 0"),
-        ({"window": (1, 2, 3)}, ValueError, "window: expected an int or"),
+        ({"window": 0}, ValueError, "window: expected an integer from 1"),
+        ({"window": 512}, ValueError, r"window: expected an odd number of keys.* is 513 or \(256, 256\)"),
         (
-            {"window": 4, "dilation": [1, 2]},
+            {"window": (1, 2, 3)},
+            ValueError,
+            r"window: expected a number of keys or distances \(left, right\)",
+        ),
+        ({"window": (-1, 2)}, ValueError, r"window\[0\]: expected an integer from 0"),
+        (
+            {"window": 9, "dilation": [1, 2]},
             ValueError,
             "dilation: expected an int or one for each of heads = 4",
         ),
-        ({"window": 4, "dilation": 0}, ValueError, "dilation: expected an integer from 1"),
-        ({"window": 4, "dropout": 2.0}, ValueError, "dropout: expected a probability"),
+        ({"window": 9, "dilation": 0}, ValueError, "dilation: expected an integer from 1"),
+        ({"window": 9, "dropout": 2.0}, ValueError, "dropout: expected a probability"),
     ],
 )
 def test_wrong_longformers(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -271,7 +277,7 @@ def test_wrong_longformers(options: dict[str, Any], error: type[Exception], mess
     ],
 )
 def test_wrong_calls_of_longformer(options: dict[str, Any], message: str) -> None:
-    module = LongformerAttention(WIDTH, HEADS, window=2)
+    module = LongformerAttention(WIDTH, HEADS, window=(2, 2))
     with pytest.raises(ValueError, match=message):
         module(torch.randn(2, 20, WIDTH), **options)
     with pytest.raises(ValueError, match="x: expected"):
@@ -286,7 +292,7 @@ def test_wrong_calls_of_longformer(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_longformer_compiles_in_one_graph(dilation: int) -> None:
     module, x = (
-        LongformerAttention(WIDTH, HEADS, window=3, dilation=dilation).eval(),
+        LongformerAttention(WIDTH, HEADS, window=(3, 3), dilation=dilation).eval(),
         torch.randn(2, 20, WIDTH),
     )
     torch._dynamo.reset()
@@ -310,7 +316,7 @@ def test_bigbird_with_a_table_compiles_in_one_graph() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: LongformerAttention(WIDTH, HEADS, window=3, dilation=2, device="meta"),
+        lambda: LongformerAttention(WIDTH, HEADS, window=(3, 3), dilation=2, device="meta"),
         lambda: BigBirdAttention(WIDTH, HEADS, block=4, device="meta"),
         lambda: PerformerAttention(WIDTH, HEADS, causal=True, device="meta"),
     ],
@@ -506,7 +512,7 @@ def test_wrong_calls_of_bigbird() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [LongformerAttention(WIDTH, HEADS, window=4), BigBirdAttention(WIDTH, HEADS, block=4, dropout=0.1)],
+    [LongformerAttention(WIDTH, HEADS, window=(4, 4)), BigBirdAttention(WIDTH, HEADS, block=4, dropout=0.1)],
     ids=["longformer", "bigbird"],
 )
 def test_training_lowers_the_loss(module: Any) -> None:

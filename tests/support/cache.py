@@ -64,8 +64,8 @@ def as_stored(kind: str, x: Tensor) -> Tensor:
 
 def mask_of(kind: str) -> M.Mask:
     if kind == "sliding":
-        return M.Window(WINDOW - 1)
-    return M.Causal() & (M.Window(WINDOW - 1) | M.Prefix(SINKS)) if kind == "streaming" else M.Causal()
+        return M.sliding(WINDOW)
+    return M.Causal() & (M.Window(WINDOW - 1, 0) | M.Prefix(SINKS)) if kind == "streaming" else M.Causal()
 
 
 def expected(kind: str, q: Tensor, k: Tensor, v: Tensor, mask: M.Mask | None = None, **options: Any) -> Any:

@@ -65,7 +65,7 @@ def masks_over(Lq: int, Lk: int) -> dict[str, dict[str, Any]]:
         "bias": {"bias": hidden},
         "prefix": {"mask": M.Causal() | M.Prefix(9)},
         "dilated": {"mask": M.Dilated(3) & M.Causal()},
-        "global": {"mask": M.longformer(5, [2, 40])},
+        "global": {"mask": M.longformer((5, 5), [2, 40])},
         "random": {"mask": M.bigbird(8, causal=True)},
         "blocks": {"mask": M.Blocks(keep[0, 0, : -(-Lq // 8), : -(-Lk // 8)], 8)},
         "block patterns": {"mask": block_patterns(keep, Lq, Lk)},

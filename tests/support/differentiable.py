@@ -54,7 +54,7 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
     sink = torch.randn(HQ, dtype=dtype)
     ids, keep = torch.arange(LK) // 2, torch.rand(1, HQ, LQ, LK) > 0.3
     patterns = torch.tensor([[[False] * 2] * 2, [[True] * 2] * 2, [[True, False], [True, True]]])
-    per_head = M.PerHead([M.Causal(), M.Window(1), M.Window(2, 2), M.Prefix(2)])
+    per_head = M.PerHead([M.Causal(), M.Window(1, 0), M.Window(2, 2), M.Prefix(2)])
     return {
         "plain": Case((q, k, v), constant()),
         "strided": Case(strided(dtype), constant()),
@@ -66,8 +66,10 @@ def cases(dtype: torch.dtype = torch.float64) -> dict[str, Case]:
         "dense": Case((q, k, v), constant(mask=keep)),
         "blocks": Case((q, k, v), constant(mask=M.Blocks(torch.tensor([[True, False, True]] * 2), 2))),
         "block patterns": Case((q, k, v), constant(mask=M.BlockPatterns([[2, 0, 1]] * 2, patterns))),
-        "global": Case((q, k, v), constant(mask=M.Global([0, 3]) | M.Window(1))),
-        "sparse": Case((q, k, v), constant(mask=(M.RandomBlocks(1, 2) | M.Dilated(2)) & M.Not(M.Window(0)))),
+        "global": Case((q, k, v), constant(mask=M.Global([0, 3]) | M.Window(1, 0))),
+        "sparse": Case(
+            (q, k, v), constant(mask=(M.RandomBlocks(1, 2) | M.Dilated(2)) & M.Not(M.Window(0, 0)))
+        ),
         "per head": Case((q, k, v), constant(mask=per_head)),
         "bias": Case((q, k, v, bias), lambda bias: {"bias": bias}),
         "bias of keys": Case((q, k, v, row), lambda row: {"bias": row}),

@@ -44,7 +44,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
         "dense": lambda: {"mask": M.Dense(keep)},
         "dilated": lambda: {"mask": M.Dilated(3) & M.Causal()},
         "dilated by head": lambda: {"mask": M.PerHead([M.Dilated(1 + h) for h in range(Hq)])},
-        "longformer": lambda: {"mask": M.longformer(9, [0, Lk // 2])},
+        "longformer": lambda: {"mask": M.longformer((9, 9), [0, Lk // 2])},
         "bigbird": lambda: {"mask": M.bigbird(16)},
         "not": lambda: {"mask": ~M.Window(3, 3)},
         "bias": lambda: {"bias": torch.randn(B, Hq, Lq, Lk)},
@@ -57,7 +57,7 @@ def options_of(name: str, B: int, Hq: int, Lq: int, Lk: int) -> dict[str, Any]:
         "offset": lambda: {"offset": Lk // 3, "mask": M.Causal()},
         "offsets": lambda: {"offset": torch.arange(B) * 17 - 5, "mask": M.Window(30, 2)},
         "everything": lambda: {
-            "mask": M.Window(40) & M.Dilated(2), "bias": torch.randn(1, Hq, 1, Lk), "softcap": 3.0,
+            "mask": M.Window(40, 0) & M.Dilated(2), "bias": torch.randn(1, Hq, 1, Lk), "softcap": 3.0,
             "sink": torch.randn(Hq), "scale": 0.2, "offset": Lk - 5,
         },
     }  # fmt: skip

@@ -25,7 +25,7 @@ from regard._call import make
 
 PRELOADED = ctypes.CDLL(None)
 PRELOADED.watch.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
-MASK = (M.Window(9) | M.Global([0])) & M.Documents(torch.arange(70) // 30)
+MASK = (M.Window(9, 0) | M.Global([0])) & M.Documents(torch.arange(70) // 30)
 ROWS = torch.randn(2, 4, 70, 32, generator=torch.Generator().manual_seed(0))
 errors: list[MemoryError] = []
 

@@ -261,7 +261,7 @@ class Sampler:
     def sparse(self) -> M.Mask:
         block = self.choice((2, 5, 16))
         masks: list[M.Mask] = [
-            M.longformer(7, [0, self.Lk // 2], dilation=self.choice((1, 2, 3))),
+            M.longformer((7, 7), [0, self.Lk // 2], dilation=self.choice((1, 2, 3))),
             M.bigbird(block, seed=self.pick.getrandbits(32), causal=self.chance(0.5)),
             M.Dilated(self.choice((2, 3, 5))) & M.Causal(),
             M.streaming(16, 3),

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "padding": lambda: {"mask": M.Lengths([L - 99])},
     "packed": lambda: {"mask": M.Documents(torch.arange(L) // 300) & M.Causal()},
     "dense": lambda: {"mask": M.Dense(torch.rand(L, L) < 0.5)},
-    "longformer": lambda: {"mask": M.longformer(128, [0, 7])},
+    "longformer": lambda: {"mask": M.longformer((128, 128), [0, 7])},
     "bias": lambda: {"bias": torch.randn(L, L)},
     "row_bias": lambda: {"bias": torch.randn(1, H, 1, L)},
     "alibi": lambda: {"bias": Alibi.standard(H)},

@@ -25,8 +25,8 @@ def main(images: Path) -> None:
 
 def longformer() -> Figure:
     L = 32
-    titles = "window=4", "dilation=3", "window=4, global_tokens=[0, 20]"
-    patterns = M.longformer(4), M.longformer(4, dilation=3), M.longformer(4, [0, 20])
+    titles = "window=9", "dilation=3", "window=9, global_tokens=[0, 20]"
+    patterns = M.longformer(9), M.longformer(9, dilation=3), M.longformer(9, [0, 20])
     return squares(dict(zip(titles, (mask.to_dense(L, L) for mask in patterns), strict=True)))
 
 

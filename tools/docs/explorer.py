@@ -34,7 +34,7 @@ def same_word_head() -> explore.Explorer:
     number = {word: i for i, word in enumerate(dict.fromkeys(words))}
     vectors = torch.nn.functional.normalize(torch.randn(len(number), 32), dim=-1)
     q = vectors[[number[word] for word in words]][None]
-    return explore.tensors(80 * q, q, words, mask=masks.Window(16_383), title="100,000 words of Python code")
+    return explore.tensors(80 * q, q, words, mask=masks.sliding(16_384), title="100,000 words of Python code")
 
 
 def choose(page: Any, layer: int, head: int, word: str) -> None:

@@ -27,7 +27,7 @@ IDS = torch.tensor([0] * 5 + [1] * 7 + [2] * 4)
 
 ATOMS: dict[str, M.Mask] = {
     "causal": M.Causal(),
-    "window": M.Window(4),
+    "window": M.Window(left=3, right=0),
     "window-both": M.Window(2, 2),
     "lengths": M.Lengths(11),
     "documents": M.Documents(IDS),
@@ -43,14 +43,14 @@ ATOMS: dict[str, M.Mask] = {
     "streaming": M.streaming(4, sinks=2),
     "prefix-lm": M.prefix_lm(5),
     "chunked": M.chunked(4, L),
-    "longformer": M.longformer(2, global_tokens=[0]),
+    "longformer": M.longformer(5, global_tokens=[0]),
     "bigbird": M.bigbird(2, window=3, random=1, global_blocks=1, seed=1),
 }
 HERO = {
     "Causal()": "causal",
-    "Window(4)": "window",
+    "sliding(4)": "sliding",
     "Documents(ids) & Causal()": "documents-causal",
-    "longformer(2, [0])": "longformer",
+    "longformer(5, [0])": "longformer",
     "streaming(4, sinks=2)": "streaming",
     "Dilated(3)": "dilated",
 }

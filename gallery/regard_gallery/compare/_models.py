@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.cache import SlidingCache
-from regard.masks import Causal, Window
+from regard.masks import Causal, sliding
 from regard.nn import Attention, Block, LatentAttention, LinearAttention, Stack, SwiGLU
 from regard.positions import Rotary
 
@@ -85,7 +85,7 @@ def layer(kind: str, sizes: Sizes) -> Layer:
         )
     if kind not in KV_HEADS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    mask = Window(sizes.window - 1) if kind == "window" else Causal()
+    mask = sliding(sizes.window) if kind == "window" else Causal()
     return Attention(width, heads, kv_heads=KV_HEADS[kind], position=Rotary(D), mask=mask, bias=False)
 
 

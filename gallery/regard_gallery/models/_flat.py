@@ -16,6 +16,8 @@ class Cursor:
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
+        if not path.exists():
+            raise FileNotFoundError(f"model: expected a file, got {path}, which does not exist")
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""

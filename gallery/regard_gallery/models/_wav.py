@@ -19,6 +19,8 @@ ZEROS = 16  # zero crossings on each side of the low-pass filter
 
 def read_wav(path: Path, rate: int) -> Tensor:
     """Reads a wav file. Returns samples (L,) in [-1, 1], averaged over channels, at `rate` Hz."""
+    if not path.exists():
+        raise FileNotFoundError(f"path: expected a wav file, got {path}, which does not exist")
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, file_rate, frames, *_ = file.getparams()

@@ -332,7 +332,7 @@ class Toy(apps.Application):
 
     def model(self) -> nn.Module:
         return nn.ModuleDict(
-            {"attend": rnn.Attention(8, 2, dropout=0.1, mask=Window(3)), "out": nn.Linear(8, 8)}
+            {"attend": rnn.Attention(8, 2, dropout=0.1, mask=Window(3, 0)), "out": nn.Linear(8, 8)}
         )
 
     def batch(self, model: nn.Module, generator: torch.Generator) -> Tensor:

@@ -97,7 +97,10 @@ def test_chat_answers_each_line(run: Run, model: Path) -> None:
             "regard: cache: expected dense with attention sdpa, got int8",
         ),
         (("--model", "nowhere"), "regard: model: expected a directory with a config.json, got nowhere"),
-        (("--model", "nowhere.gguf"), "No such file or directory: 'nowhere.gguf'"),
+        (
+            ("--model", "nowhere.gguf"),
+            "regard: model: expected a file, got nowhere.gguf, which does not exist",
+        ),
     ],
 )
 def test_errors_are_one_line(run: Run, model: Path, arguments: tuple[Any, ...], message: str) -> None:

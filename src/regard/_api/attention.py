@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from .._backends.dispatch import choose
 from .._call.make import make
 from .._call.spec import Bias, Options, fast_new
 from .._tools.listeners import listeners, notify
+from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from .packed import attend_jagged
 
@@ -46,11 +47,13 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@hide_unknown
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Computes exact attention: softmax(cap(scale * q.k) + bias, where the mask allows) times v.
 
@@ -102,6 +105,8 @@ def attention(
         >>> regard.attention(q, k, v, mask=masks.Causal()).shape
         torch.Size([2, 8, 128, 64])
     """
+    if unknown:
+        raise unknown_keyword(attention, unknown)
     options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     if type(q) is not Tensor and getattr(q, "is_nested", False):
         return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
@@ -112,11 +117,12 @@ def attention(
     return out if lse is None else (out, lse)
 
 
+@hide_unknown
 def weights(
     q: Tensor, k: Tensor, v: Tensor, *,
     mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
-    dropout: float = 0.0, seed: int | Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Computes the matrix of attention weights (..., Hq, Lq, Lk) in q's dtype, for small inputs.
 
@@ -128,6 +134,8 @@ def weights(
     Example:
         >>> regard.weights(q, k, v, mask=masks.Causal())[0, 0].sum(-1)   # (Lq,) ones
     """
+    if unknown:
+        raise unknown_keyword(weights, unknown)
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed))
     spec = problem.spec
     if spec.pairs > MAX_WEIGHTS:

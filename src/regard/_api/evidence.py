@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .._call.make import make
 from .._call.spec import Bias, Options, Problem, learned
 from .._tools.arguments import as_int, describe, is_integer
 from .._tools.watching import PLAIN, is_watched, uncompiled
+from .._tools.words import hide_unknown, unknown_keyword
 from ..facts import ColumnMass, Fact, MassOn
 from ..masks import Mask
 
@@ -35,11 +36,12 @@ class Evidence(tuple[Any, ...]):
         return f"Evidence({', '.join(map(repr, self.want))})"
 
 
+@hide_unknown
 def evidence(
     q: Tensor, k: Tensor, v: Tensor | None = None, *want: Fact,
     mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
-    impl: str = "auto",
+    impl: str = "auto", **unknown: NoReturn,
 ) -> Evidence:  # fmt: skip
     """Computes exact facts about the attention weights, at O(n) memory.
 
@@ -69,6 +71,8 @@ def evidence(
         ...     q, k, None, regard.TopK(8), regard.Entropy(), mask=masks.Causal())
         >>> top.keys.shape, entropy.nats.shape
     """
+    if unknown:
+        raise unknown_keyword(evidence, unknown)
     result: Evidence = _compute(q, k, v, want, Options(mask, offset, bias, scale, softcap, sink), impl)
     return result
 
@@ -160,8 +164,7 @@ def _check_want(want: tuple[Fact, ...]) -> None:
         raise ValueError("want: expected at least one fact, such as regard.Entropy(), got none")
     for fact in want:
         if type(fact) not in COLLECTORS:
-            hint = "; write its parentheses" if isinstance(fact, type) and issubclass(fact, Fact) else ""
-            raise TypeError(f"want: expected facts, such as regard.Entropy(), got {describe(fact)}{hint}")
+            raise TypeError(f"want: expected facts, such as regard.Entropy(), got {describe(fact)}")
 
 
 def _no_values(k: Tensor, v: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from .._call.layout import restore_out
 from .._call.linear import LinearOptions, LinearResult, LinearState, check, state_dims
 from .._call.spec import Spec
 from .._tools.arguments import describe
+from .._tools.words import hide_unknown, unknown_keyword
 
 FeatureMap = Callable[[Tensor], Tensor]
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -47,12 +48,13 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState]: ...  # fmt: skip
 
 
+@hide_unknown
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = True, feature_map: str | FeatureMap | None = None, normalize: bool = False,
     log_decay: Tensor | float | None = None, beta: Tensor | float | None = None, scale: float | None = None,
     lengths: Tensor | None = None, state: LinearState | None = None, return_state: bool = False,
-    impl: str = "auto",
+    impl: str = "auto", **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
     """Computes linear attention: no softmax, O(L) time, a constant-size state instead of a cache.
 
@@ -101,6 +103,8 @@ def linear_attention(
         >>> state.S.shape
         torch.Size([2, 8, 64, 64])
     """
+    if unknown:
+        raise unknown_keyword(linear_attention, unknown)
     q, k = _features(feature_map, q, k)
     call = check(q, k, v, scale, LinearOptions(causal, normalize, log_decay, beta, lengths, state))
     name, spec = select("linear", call, impl), call.spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from .._backends.torch import attention as _torch
 from .._call.layout import dense_mask
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem, Spec, learned
+from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 
 COUNTED = 2**26  # in calls with more pairs all count as visible, unless the backend is native
@@ -42,9 +44,11 @@ class Plan:
         return self.kernel if self.impl == "native" else None
 
     def __str__(self) -> str:
+        possible = [name for name, why in self.against.items() if not why]
         rows = [
             ("runs on", f"{self.impl} ({self.kernel})"),
-            *((f"not {name}", ", ".join(why) or "possible") for name, why in self.against.items()),
+            *([("also possible", ", ".join(possible))] if possible else []),
+            *((f"not {name}", ", ".join(why)) for name, why in self.against.items() if why),
             ("visible pairs", f"{self.fraction:.1%} of the rectangle"),
             ("useful work", f"{_unit(self.flops, 1000)}FLOP"),
             ("executed work", f"{_unit(self.flops_executed, 1000)}FLOP"),
@@ -56,11 +60,13 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
+@hide_unknown
 def plan(
     q: Tensor, k: Tensor, v: Tensor, *,
     mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    **unknown: NoReturn,
 ) -> Plan:  # fmt: skip
     """Predicts backend and work of `attention` with these arguments, without running it.
 
@@ -68,8 +74,10 @@ def plan(
     allowed them.
 
     Example:
-        >>> print(regard.plan(q, k, v, mask=masks.Window(256)))
+        >>> print(regard.plan(q, k, v, mask=masks.sliding(256)))
     """
+    if unknown:
+        raise unknown_keyword(plan, unknown)
     seed = 0 if seed is None else seed  # leaves PyTorch's generator unchanged
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     name = choose(problem, impl)

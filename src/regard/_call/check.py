@@ -24,9 +24,11 @@ from .spec import DTYPES, MAX_OFFSET, QKV, Bias, Options, learned
 MAX_FOLLOWING = 4096  # elements of a mask tensor that follows q to another device
 
 
-def fail(error: type[Exception], name: str, expected: str, got: object, qkv: QKV | None = None) -> NoReturn:
+def fail(
+    error: type[Exception], name: str, expected: str, got: object, qkv: QKV | None = None, hint: str = ""
+) -> NoReturn:
     shapes = ", ".join(f"{letter} {tuple(x.shape)}" for letter, x in zip("qkv", qkv or (), strict=False))
-    raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else ""))
+    raise error(f"{name}: expected {expected}, got {got}" + (f" ({shapes})" if shapes else "") + hint)
 
 
 def check(qkv: QKV, program: Program | None, options: Options) -> tuple[int, ...]:
@@ -155,8 +157,18 @@ def _check_sizes(qkv: QKV) -> tuple[int, ...]:
     if v[-3] != k[-3]:
         fail(ValueError, "v", f"Hkv = {k[-3]} heads as in k", v[-3], qkv)
     if q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
-        fail(ValueError, "k", f"a number of heads Hkv that divides Hq = {q[-3]}", k[-3], qkv)
+        divisor = f"a number of heads Hkv that divides Hq = {q[-3]}"
+        fail(ValueError, "k", divisor, k[-3], qkv, _layout_hint(q, k))
     return tuple(_broadcast(sizes, qkv) for sizes in zip(q[:-3], k[:-3], v[:-3], strict=True))
+
+
+def _layout_hint(q: torch.Size, k: torch.Size) -> str:
+    """Returns a question about the layout if the sizes would fit with heads and lengths swapped."""
+    if k[-2] == 0 or q[-2] % k[-2]:
+        return ""
+    n = len(q)
+    layout = {3: "(L, H, D)", 4: "(B, L, H, D)"}.get(n, "(..., L, H, D)")
+    return f"; is this {layout}? transpose({n - 3}, {n - 2})"
 
 
 def _broadcast(sizes: tuple[int, int, int], qkv: QKV) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +22,15 @@ Offset = int | Tensor | None
 
 
 def describe(value: object) -> str:
-    """Describes a value for an error message: dtype and shape of a tensor, else type and repr."""
+    """Describes a value for an error message: dtype and shape of a tensor, else type and repr.
+
+    A class of this package, such as `Causal` without parentheses, is named with the call to write.
+    """
     if isinstance(value, Tensor):
         return f"{_dtype(value)} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type) and value.__module__.startswith("regard."):
+        arguments = "..." if inspect.signature(value).parameters else ""
+        return f"the class {value.__name__}; call it: {value.__name__}({arguments})"
     return f"{type(value).__name__} {value!r}"[:80]
 
 
@@ -157,6 +166,13 @@ def readable(tensor: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not is_functorch_wrapped_tensor(tensor)
     )
+
+
+def existing_file(name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns `path` as a Path. Raises FileNotFoundError if no file is there."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{name}: expected a file, got {os.fspath(path)}, which does not exist")
+    return Path(path)
 
 
 def check_not_3d(name: str, shape: Sequence[int]) -> None:

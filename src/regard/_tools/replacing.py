@@ -25,6 +25,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target  # a device is written in place, a directory raises
         return
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"path: expected a file in an existing folder, got {path}; create {target.parent}"
+        )
     for leftover in target.parent.glob(f"{PREFIX}*-*-*"):
         if _is_left_over(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)

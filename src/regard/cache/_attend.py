@@ -111,5 +111,5 @@ def _as_mask(mask: Any) -> Mask:
 
 @functools.lru_cache(maxsize=64)
 def _window(window: int) -> Mask:
-    """Returns a mask of the `window` keys up to and including the query's position."""
-    return Window(count("window", window, 1) - 1)
+    """Returns a mask of the `window` keys that end with the query's own."""
+    return Window(count("window", window, 1) - 1, 0)

@@ -89,7 +89,9 @@ def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, dev
         raise TypeError(f"{name}: expected a tensor of {dtype}, the dtype of the cache, got {describe(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
-    raise ValueError(f"{name}: expected shape {shape} for this cache, got {tuple(x.shape)}")
+    swapped = x.ndim == len(shape) == 4 and x.shape[2] == shape[1] != x.shape[1]
+    hint = "; is this (B, L, H, D)? transpose(1, 2)" if swapped else ""
+    raise ValueError(f"{name}: expected shape {shape} for this cache, got {tuple(x.shape)}{hint}")
 
 
 def check_no_grad(name: str, x: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from .._api.stored import write_stored
 from .._call.spec import Bias, Options, fast_new
 from .._call.stored import Stored
+from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from ._attend import Result, ScaledKeywords
 from ._checks import Lengths, pair_of
@@ -97,11 +98,12 @@ class KVCache(RowCache):
         return_lse: bool = False, **options: Unpack[ScaledKeywords],
     ) -> Result: ...  # fmt: skip
 
+    @hide_unknown
     def attend(
         self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, lengths: Lengths = None,
         mask: Mask | Tensor | None = None, bias: Bias | None = None, scale: float | None = None,
         softcap: float | None = None, sink: Tensor | None = None, window: int | None = None,
-        return_lse: bool = False, impl: str = "auto",
+        return_lse: bool = False, impl: str = "auto", **unknown: NoReturn,
     ) -> Result:  # fmt: skip
         """Appends k and v, then attends causally. If the call raises, the cache is unchanged.
 
@@ -119,5 +121,7 @@ class KVCache(RowCache):
         Returns:
             out (B, Hq, Lq, Dv). With `return_lse`, also the LSE (B, Hq, Lq).
         """
+        if unknown:
+            raise unknown_keyword(KVCache.attend, unknown)
         options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
         return self._attend(q, pair_of(k, v, lengths), lengths, options, window, impl)

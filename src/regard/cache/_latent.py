@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from .._call.spec import Bias, Options, fast_new
 from .._tools.arguments import count
+from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from ._attend import AttendKeywords, Result
 from ._checks import Lengths
@@ -70,10 +71,12 @@ class LatentCache(RowCache):
         return_lse: bool = False, **options: Unpack[AttendKeywords],
     ) -> Result: ...  # fmt: skip
 
+    @hide_unknown
     def attend(
         self, q: Tensor, latent: Tensor | None = None, *, scale: float, lengths: Lengths = None,
         mask: Mask | Tensor | None = None, bias: Bias | None = None, softcap: float | None = None,
         sink: Tensor | None = None, window: int | None = None, return_lse: bool = False, impl: str = "auto",
+        **unknown: NoReturn,
     ) -> Result:  # fmt: skip
         """Appends the latent, then attends causally. If the call raises, the cache is unchanged.
 
@@ -88,6 +91,8 @@ class LatentCache(RowCache):
         Returns:
             out (B, Hq, Lq, rank). With `return_lse`, also the LSE (B, Hq, Lq).
         """
+        if unknown:
+            raise unknown_keyword(LatentCache.attend, unknown)
         if scale is None:
             raise TypeError("scale: expected a number, 1 / sqrt(head size before absorption), got None")
         options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._api.linear_attention import FeatureMap, linear_attention
 from .._call.linear import LinearState
 from .._tools.arguments import count, describe
+from .._tools.words import hide_unknown, unknown_keyword
 from . import _checks as checks
 from ._checks import Integers, Lengths, State
 from ._counts import Count, as_tensor, formatted, largest, of_samples, per_sample, plus, shared
@@ -86,10 +87,11 @@ class LinearCache:
         sizes = f"B={self.B}, Hkv={self.Hkv}, D={self.D}, Dv={self.Dv}"
         return f"LinearCache({sizes}, lengths={held}, normalize={self.normalize}, dtype={self.dtype})"
 
+    @hide_unknown
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths = None,
         feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
-        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
+        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto", **unknown: NoReturn,
     ) -> Tensor:  # fmt: skip
         """Appends k and v, then attends linearly. If the call raises, the cache is unchanged.
 
@@ -101,6 +103,8 @@ class LinearCache:
         Returns:
             out (B, Hq, L, Dv).
         """
+        if unknown:
+            raise unknown_keyword(LinearCache.attend, unknown)
         L = v.shape[2] if isinstance(v, Tensor) and v.ndim == 4 else 0
         checks.check_new("v", v, (self.B, self.Hkv, L, self.Dv), self.dtype, self.device)
         for name, x, heads in (("q", q, None), ("k", k, self.Hkv)):

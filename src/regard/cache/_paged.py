@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from .._call.spec import Bias, Options, fast_new
 from .._call.stored import New
 from .._tools.arguments import count, describe
+from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from . import _checks as checks
 from ._attend import CacheOptions, Result, ScaledKeywords, attend
@@ -211,17 +212,20 @@ class PagedCache:
         return_lse: bool = False, **options: Unpack[ScaledKeywords],
     ) -> Result: ...  # fmt: skip
 
+    @hide_unknown
     def attend(
         self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, ids: Integers | None = None,
         lengths: Lengths = None, mask: Mask | Tensor | None = None, bias: Bias | None = None,
         scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
-        window: int | None = None, return_lse: bool = False, impl: str = "auto",
+        window: int | None = None, return_lse: bool = False, impl: str = "auto", **unknown: NoReturn,
     ) -> Result:  # fmt: skip
         """Appends k and v to the sequences `ids`, then attends causally within each sequence.
 
         The arguments are as in `KVCache.attend`, where B is the number of ids and Lk the length of
         the longest of these sequences after the append. If the call raises, the cache is unchanged.
         """
+        if unknown:
+            raise unknown_keyword(PagedCache.attend, unknown)
         options = fast_new(Options, (mask, None, bias, scale, softcap, sink, 0.0, None, return_lse))
         names = self._ids(ids)
         new = checks.pair_of(k, v, lengths)

@@ -99,7 +99,7 @@ class KeepWindow:
         self.window, self.sinks, self.rollback = window, sinks, rollback
         self.needed = sinks + window + rollback
         self.capacity = self.needed + spare
-        self.recent = Window(window - 1)
+        self.recent = Window(window - 1, 0)
         self.visible: Mask = CAUSAL & (self.recent | Prefix(sinks)) if sinks else self.recent
 
     def with_room(self, content: Content, new: Count) -> Content:

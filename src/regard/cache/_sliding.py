@@ -13,9 +13,8 @@ from ._rows import layout_of
 class SlidingCache(KVCache):
     """A KV cache of bounded size: the last `window` tokens and the first `sinks` tokens.
 
-    The mask is `Causal() & (Window(window - 1) | Prefix(sinks))`, as in StreamingLLM. Positions
-    count all tokens of the sequence, including dropped tokens. `Alibi` and `RelativeBias` use these
-    positions, too.
+    The mask is `masks.streaming(window, sinks)`, as in StreamingLLM. Positions count all tokens of
+    the sequence, including dropped tokens. `Alibi` and `RelativeBias` use these positions, too.
 
     `crop(n)` is possible if the cache still holds the keys that the next query attends to: if n is
     at most `rollback` below the greatest length so far, or n <= sinks, or nothing has been dropped.

@@ -44,7 +44,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """Returns the message of an error, with the command that installs a missing package."""
+    """Returns the message of an error, with the command that installs a missing package.
+
+    An error of the operating system is told without its number.
+    """
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return printable(f"{error.filename}: {error.strerror.lower()}")
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     package = INSTALL.get(name.partition(".")[0])
     remedy = "" if package is None else f"; pip install {package}"

@@ -27,7 +27,9 @@ def cost(
     width: Annotated[int, typer.Option(min=1, help="d_model of the layer.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads, for --kind heads.")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="Window in tokens, for --kind heads.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Window in tokens, the query's own included, for --kind heads.")
+    ] = None,
     sinks: Annotated[int, typer.Option(min=0, help="Sink tokens, with --window.")] = 0,
     rank: Annotated[int | None, typer.Option(min=1, help="Channels of the latent (MLA).")] = None,
     nope_dim: Annotated[int | None, typer.Option(min=0, help="Key channels without rotation (MLA).")] = None,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .._tools.arguments import describe, number
+from .._tools.arguments import describe, existing_file, number
 from .._tools.replacing import replacing
 from ..masks import Causal, Mask
 from ..nn import Attention, LatentAttention
@@ -89,7 +89,7 @@ def _metadata(path: str | os.PathLike[str], name: str, writer: str) -> str:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(existing_file("path", path), "pt") as file:
             value: str | None = (file.metadata() or {}).get(name)
     except SafetensorError as error:
         raise ValueError(f"path: expected a file of {writer}, got {os.fspath(path)}: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._tools.arguments import describe
+from .._tools.arguments import describe, existing_file
 from ..masks import Causal
 from ._layers import AttentionSpec, LatentSpec
 from ._model import BlockSpec, FeedForwardSpec, ModelSpec
@@ -134,7 +134,7 @@ def from_config(config: str | Path | Mapping[str, Any]) -> ModelSpec:
 def _load(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(existing_file("config", file).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise unexpected(f"JSON in {file}, got {error}") from None
     if not isinstance(content, dict):

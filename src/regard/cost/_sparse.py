@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .._call.linear import SEGMENT
-from ..masks import Blocks, Dilated, Documents, Lengths, Mask, Window
+from ..masks import Blocks, Documents, Lengths, Mask, longformer
 from ..nn import block_table
 from ..nn._sizes import sizes
 from ..nn.linear import Decay
@@ -55,7 +55,7 @@ class ProjectedSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class LongformerSpec(ProjectedSpec):
-    """Longformer attention: a window of `window` tokens on each side, and global tokens.
+    """Longformer attention: `window` and `dilation` as in `masks.longformer`, and global tokens.
 
     The layer has `globals` global tokens. They attend to all tokens, and all tokens attend to them.
     Attention of global tokens has separate query, key and value projections. The cost includes the
@@ -63,7 +63,7 @@ class LongformerSpec(ProjectedSpec):
     of the key and value projections.
     """
 
-    window: int | tuple[int, int] = 256
+    window: int | tuple[int, int] = (256, 256)
     dilation: int = 1
     globals: int = 0
 
@@ -86,9 +86,7 @@ class LongformerSpec(ProjectedSpec):
         return [*of_globals * (self.globals > 0), *super().products(work)]
 
     def calls(self, work: Work) -> list[CallSpec]:
-        left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
-        band: Mask = Window(left * self.dilation, right * self.dilation)
-        band = band if self.dilation == 1 else band & Dilated(self.dilation)
+        band = longformer(self.window, dilation=self.dilation)
         if not self.globals:
             return [self._call(work, work.narrowed(band))]
         # The cost does not depend on which tokens are global: assume the first ones.

@@ -96,7 +96,7 @@ def attend_paged(layer: int, qkv: Qkv, cache: Any, batch: dict[str, Any], option
 
 def causal(window: int | None) -> Mask:
     """Returns a causal mask, restricted to the last `window` tokens unless `window` is None."""
-    return CAUSAL if window is None else Window(window - 1)
+    return CAUSAL if window is None else Window(window - 1, 0)
 
 
 def _is_readable(allocator: Any, window: int | None) -> bool:

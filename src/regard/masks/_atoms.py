@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,17 +26,23 @@ from ._pairs import FlexCall, Grid, Mod, Pair, Pairs, Rectangle, column, cut, pi
 from ._program import UNLIMITED, Op, Pool, node
 from ._random import chosen_blocks, signed
 
+# `inspect.signature` shows a parameter with this default as one without a default.
+REQUIRED: Any = inspect.Parameter.empty
+
 
 @declare(Op.WINDOW, kind=MaskKind.DISTANCE, cost=0)
 class Window(Mask):
     """A mask that allows keys from `left` positions before to `right` positions after the query.
 
+    `left` and `right` are distances, as in flash-attn. A query attends to left + 1 + right keys,
+    to fewer near the ends of the sequence. `masks.sliding(n)` counts keys instead.
+
     Args:
         left: largest distance to an earlier key. None: no limit.
-        right: largest distance to a later key. None: no limit. Default 0: no later key.
+        right: largest distance to a later key, 0: no later key. None: no limit.
 
     Example:
-        >>> masks.Window(2).to_dense(4, 4).int()
+        >>> masks.Window(left=2, right=0).to_dense(4, 4).int()
         tensor([[1, 0, 0, 0],
                 [1, 1, 0, 0],
                 [1, 1, 1, 0],
@@ -45,7 +52,9 @@ class Window(Mask):
     left: int | None
     right: int | None
 
-    def __init__(self, left: int | None, right: int | None = 0) -> None:
+    def __init__(self, left: int | None, right: int | None = REQUIRED) -> None:
+        if right is REQUIRED:
+            raise TypeError(_one_number(left))
         self._set(left=_reach("left", left), right=_reach("right", right))
 
     def __repr__(self) -> str:
@@ -76,7 +85,7 @@ class Window(Mask):
 
 @value
 class Causal(Window):
-    """A mask that allows keys at or before the query's position: `Window(None, 0)`."""
+    """A mask that allows keys at or before the query's position: `Window(left=None, right=0)`."""
 
     left, right = None, 0
 
@@ -86,8 +95,22 @@ class Causal(Window):
         return "Causal()"
 
 
+def _one_number(n: object) -> str:
+    """Returns the message for `Window(n)`, which could count keys or give a distance."""
+    if not is_integer(n):
+        return f"Window: expected two distances, as in Window(left=3, right=0), got only {describe(n)}"
+    return (
+        f"Window: expected two distances, got only {n}; write sliding({n}) for {n} keys, the query's own "
+        f"included, or Window(left={n}, right=0) for keys up to {n} positions before the query"
+    )
+
+
 def _reach(name: str, reach: int | None) -> int | None:
-    return None if reach is None else count(f"Window({name})", reach)
+    if reach is None:
+        return None
+    if is_integer(reach) and reach < 0:
+        raise ValueError(f"Window({name}): expected a distance >= 0, or None for no limit, got {reach}")
+    return count(f"Window({name})", reach)
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:
@@ -356,7 +379,7 @@ class Dense(Mask):
     def _check(self, sizes: CallSizes) -> None:
         if sizes.batch:
             check_not_3d("mask", self.keep.shape)
-        _check_matrix("Dense(keep)", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
+        _check_matrix("mask", self.keep, sizes, sizes.Lq, sizes.Lk, broadcast=True)
 
     def _allows(self, pairs: Pairs) -> Tensor:
         return pairs.at_block(self.keep, 1, 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .._tools.arguments import Offset, broadcasts, common_shape, count, first_position
+from .._tools.arguments import Offset, broadcasts, common_shape, count, describe, first_position
 from .._tools.values import Value, value
 from ._pairs import FlexCall, Grid, Mod, Pair, Pairs, Rectangle, cut
 from ._program import Op, Pool, Program, node, nodes
@@ -344,7 +344,7 @@ class _NaryOperator(_Combination):
     def __init__(self, *masks: Any) -> None:
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise TypeError(f"{type(self).__name__}(*masks): expected masks, got {type(mask).__name__}")
+                raise TypeError(f"{type(self).__name__}(*masks): expected masks, got {describe(mask)}")
         if len(masks) < 2:
             raise ValueError(f"{type(self).__name__}(*masks): expected at least two masks, got {len(masks)}")
         # Flatten nested combinations of the same class.
@@ -402,7 +402,7 @@ class Not(_Combination):
 
     def __init__(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):
-            raise TypeError(f"Not(mask): expected a mask, got {type(mask).__name__}")
+            raise TypeError(f"Not(mask): expected a mask, got {describe(mask)}")
         self._set(masks=(mask,))
 
     @property
@@ -430,7 +430,7 @@ class PerHead(_Combination):
         masks = tuple(masks)
         for index, mask in enumerate(masks):
             if not isinstance(mask, Mask):
-                raise TypeError(f"PerHead(masks[{index}]): expected a mask, got {type(mask).__name__}")
+                raise TypeError(f"PerHead(masks[{index}]): expected a mask, got {describe(mask)}")
         if not masks:
             raise ValueError("PerHead(masks): expected one mask for each head, got an empty list")
         self._set(masks=masks)
@@ -458,6 +458,8 @@ def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
 def _combinable(other: object, symbol: str) -> bool:
     if isinstance(other, Tensor):
         raise TypeError(f"{symbol}: expected a mask, got a tensor; wrap the bool tensor: masks.Dense(tensor)")
+    if isinstance(other, type) and issubclass(other, Mask):
+        raise TypeError(f"{symbol}: expected a mask, got {describe(other)}")
     return isinstance(other, Mask)
 
 

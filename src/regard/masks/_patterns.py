@@ -13,14 +13,17 @@ from ._mask import Mask
 
 
 def sliding(window: int) -> Mask:
-    """Returns a mask of the `window` keys that end with the query's position (Mistral, HF)."""
+    """Returns a mask of the `window` keys that end with the query's own (Mistral, Transformers).
+
+    `sliding(4)` is `Window(left=3, right=0)`.
+    """
     return Window(count("sliding(window)", window, 1) - 1, 0)
 
 
 def streaming(window: int, sinks: int = 4) -> Mask:
     """Returns a causal mask of a sliding window and the first `sinks` keys (StreamingLLM).
 
-    The window is the `window` keys up to and including the query's position.
+    The window is the `window` keys that end with the query's own.
     """
     return (sliding(window) | Prefix(sinks)) & Causal()
 
@@ -39,20 +42,46 @@ def chunked(chunk: int, Lk: int) -> Mask:
     return Causal() & Documents(torch.arange(count("chunked(Lk)", Lk)) // size)
 
 
+def distances(name: str, window: int | tuple[int, int], causal: bool = False) -> tuple[int, int]:
+    """Returns the distances (left, right) of a window around the query.
+
+    A number counts keys, the query's own included: an odd number, centred on the query, or with
+    `causal` any number, ending with the query. A pair is (left, right).
+    """
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(f"{name}: expected a number of keys or distances (left, right), got {window}")
+        return count(f"{name}[0]", window[0]), count(f"{name}[1]", window[1])
+    keys = count(name, window, 1)
+    if causal:
+        return keys - 1, 0
+    if keys % 2 == 0:
+        raise ValueError(
+            f"{name}: expected an odd number of keys, the query's own included, or distances (left, right), "
+            f"got {keys}; Transformers' attention_window={keys} is {keys + 1} or {keys // 2, keys // 2}"
+        )
+    return keys // 2, keys // 2
+
+
 def longformer(
-    window: int, global_tokens: Sequence[int] | Tensor | None = None, dilation: int = 1, causal: bool = False,
+    window: int | tuple[int, int], global_tokens: Sequence[int] | Tensor | None = None, dilation: int = 1,
+    causal: bool = False,
 ) -> Mask:  # fmt: skip
     """Returns the Longformer mask: a sliding window and global tokens.
 
     Args:
-        window: number of keys on each side of the query. HF's `attention_window` counts both sides:
-            it is 2 * window.
+        window: number of keys in the window, the query's own included: an odd number, centred on
+            the query, or with `causal` any number, ending with the query. Or distances
+            (left, right). Transformers' `attention_window=512` is (256, 256).
         global_tokens: positions, as in `Global`.
-        dilation: the distance between neighbouring keys of the window.
+        dilation: the distance between neighbouring keys of the window. It multiplies `left` and
+            `right`.
         causal: whether to exclude keys after the query.
     """
-    reach = count("longformer(window)", window) * count("longformer(dilation)", dilation, 1)
-    local: Mask = Window(reach, reach) if dilation == 1 else Window(reach, reach) & Dilated(dilation)
+    left, right = distances("longformer(window)", window, causal)
+    step = count("longformer(dilation)", dilation, 1)
+    band = Window(left * step, right * step)
+    local: Mask = band if step == 1 else band & Dilated(step)
     mask = local if global_tokens is None else local | Global(global_tokens)
     return mask & Causal() if causal else mask
 
@@ -64,7 +93,7 @@ def bigbird(
 
     Args:
         block: tokens per block.
-        window: width of the window around each query, in blocks.
+        window: width of the window around each query, in blocks, the query's own included.
         random: number of random key blocks for each query block.
         global_blocks: number of blocks at the start of the sequence whose tokens are global.
         seed: selects the random blocks.

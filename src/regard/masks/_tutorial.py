@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._tools.arguments import count, describe, tensor_of
-from ._atoms import Causal, Documents, Window
+from ._atoms import REQUIRED, Causal, Documents, Window
 from ._convert import padding
 from ._mask import Mask
 from ._patterns import prefix_lm
@@ -17,8 +17,13 @@ def create_causal_mask(Lq: int, Lk: int | None = None) -> Mask:
     return Causal()
 
 
-def create_window_mask(Lq: int, left: int, right: int = 0, Lk: int | None = None) -> Mask:
-    """Returns `Window(left, right)`: keys from `left` before to `right` after each query."""
+def create_window_mask(
+    Lq: int, left: int | None, right: int | None = REQUIRED, Lk: int | None = None
+) -> Mask:
+    """Returns `Window(left, right)`: keys from `left` before to `right` after each query.
+
+    `left` and `right` are distances. `sliding(n)` counts keys.
+    """
     _check_lengths(Lq, Lk)
     return Window(left, right)
 

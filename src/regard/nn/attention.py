@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch.types import Device
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
+from .._tools.words import hide_unknown, unknown_keyword
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Mask
 from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
@@ -70,14 +71,17 @@ class Attention(AttentionLayer, GroupedHeads):
         "softcap",
     )  # fmt: skip
 
+    @hide_unknown
     def __init__(
         self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, kv_model: int | None = None, value_model: int | None = None,
         bias: bool = True, out_bias: bool | None = None, qk_norm: Callable[[int], nn.Module] | None = None,
         position: Rule | None = None, mask: Mask | None = None, scale: float | None = None,
         softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
-        out: bool = True, device: Device = None, dtype: torch.dtype | None = None,
+        out: bool = True, device: Device = None, dtype: torch.dtype | None = None, **unknown: NoReturn,
     ) -> None:  # fmt: skip
+        if unknown:
+            raise unknown_keyword(Attention.__init__, unknown)
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.value_model = None if value_model is None else count("value_model", value_model, 1)
@@ -113,11 +117,12 @@ class Attention(AttentionLayer, GroupedHeads):
             return self.q, self.k, self.v
         return (self.qkv,) if self.kv_model is None else (self.q, self.kv)
 
+    @hide_unknown
     def forward(
         self, x: Tensor, context: Context = None, value: Tensor | None = None, *,
         mask: Mask | Tensor | None = None, lengths: Tensor | None = None, positions: Positions | None = None,
         cu_seqlens: Tensor | None = None, context_cu_seqlens: Tensor | None = None,
-        cache: CacheLike | None = None, return_weights: bool = False,
+        cache: CacheLike | None = None, return_weights: bool = False, **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to `context`, or from x to itself. The output has x's shape.
 
@@ -142,6 +147,8 @@ class Attention(AttentionLayer, GroupedHeads):
                 unbatched, and padded (N, heads, L, Lk) if x is packed or nested. They take
                 L x Lk memory for each head.
         """
+        if unknown:
+            raise unknown_keyword(Attention.forward, unknown)
         options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
         if is_nested("x", x):
             nested = self._nested_context(context, value)

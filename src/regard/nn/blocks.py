@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -114,11 +115,16 @@ class Stack(CheckedModule):
             options: options for all blocks: mask, lengths, positions, cu_seqlens, context_mask,
                 context_cu_seqlens.
         """
+        if "cache" in options:
+            raise TypeError(
+                f"cache: write caches=, a list with one cache for each of {len(self.blocks)} blocks, as from "
+                "new_caches(B)"
+            )
         contexts = self._by_block("context", context, Tensor)
         if return_weights:
             options = options | {"return_weights": True}
         weights = []
-        for block, memory, cache in zip(self.blocks, contexts, self._by_block("caches", caches), strict=True):
+        for block, memory, cache in zip(self.blocks, contexts, self._caches(caches), strict=True):
             result = block(x, memory, **(options if cache is None else options | {"cache": cache}))
             x, *of_block = _as_tuple(result)
             weights.append(of_block)
@@ -135,6 +141,15 @@ class Stack(CheckedModule):
         Returns one `Memory` per block. Pass the list as `context` in later calls.
         """
         return [block.remember(context) for block in self.blocks]  # type: ignore[operator]
+
+    def _caches(self, caches: Sequence[CacheLike] | None) -> Sequence[Any]:
+        """Returns one cache or None per block. Raises if several blocks would share a cache."""
+        expected = f"a list with one cache for each of {len(self.blocks)} blocks, as from new_caches(B)"
+        if not (caches is None or isinstance(caches, Sequence)):
+            raise TypeError(f"caches: expected {expected}, got one {type(caches).__name__}")
+        if caches is not None and any(a is b is not None for a, b in itertools.pairwise(caches)):
+            raise ValueError(f"caches: expected {expected}, got the same cache more than once")
+        return self._by_block("caches", caches)
 
     def _by_block(self, name: str, value: Any, shared: type | tuple[()] = ()) -> Sequence[Any]:
         """Returns a sequence with one entry per block.

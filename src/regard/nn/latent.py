@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.types import Device
 from .._api.attention import attention
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
+from .._tools.words import hide_unknown, unknown_keyword
 from ..cache import LatentCache
 from ..masks import Mask
 from ..masks._both import both
@@ -90,13 +91,16 @@ class LatentAttention(AttentionLayer):
 
     _shown = ("heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout", "mask")
 
+    @hide_unknown
     def __init__(
         self, d_model: int, heads: int, *, rank: int, nope_dim: int, rope_dim: int,
         value_dim: int | None = None, q_rank: int | None = None, bias: bool = False,
         out_bias: bool | None = None, norm: Callable[[int], nn.Module] | None = RMS,
         position: Rotary | None = None, mask: Mask | None = None, scale: float | None = None,
-        dropout: float = 0.0, device: Device = None, dtype: torch.dtype | None = None,
+        dropout: float = 0.0, device: Device = None, dtype: torch.dtype | None = None, **unknown: NoReturn,
     ) -> None:  # fmt: skip
+        if unknown:
+            raise unknown_keyword(LatentAttention.__init__, unknown)
         super().__init__()
         self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
         self.rank = count("rank", rank, 1)
@@ -126,10 +130,12 @@ class LatentAttention(AttentionLayer):
         self.kv_up = nn.Linear(self.rank, self.heads * (self.nope_dim + self.value_dim), False, **factory)
         self.out = nn.Linear(self.heads * self.value_dim, self.d_model, out_bias, **factory)
 
+    @hide_unknown
     def forward(
         self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
         positions: Positions | None = None, cu_seqlens: Tensor | None = None,
         cache: LatentCache | None = None, absorb: bool | None = None, return_weights: bool = False,
+        **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to itself and to cached tokens. The output has x's shape.
 
@@ -149,6 +155,8 @@ class LatentAttention(AttentionLayer):
             return_weights: if True, returns the pair (output, weights), as `Attention` does. The
                 weights are (B, heads, L, Lk). Both forms have the same weights.
         """
+        if unknown:
+            raise unknown_keyword(LatentAttention.forward, unknown)
         options = LayerOptions(mask, lengths, positions, cu_seqlens, None, cache)
         if not (absorb is None or isinstance(absorb, bool)):
             raise TypeError(f"absorb: expected a bool or None, got {describe(absorb)}")

@@ -13,8 +13,9 @@ from .._api.attention import attention
 from .._api.merge import merge
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, readable, tensor_of
-from ..masks import Dense, Dilated, Documents, Global, Lengths, Mask, Not, PerHead, Window
+from ..masks import Dense, Documents, Global, Lengths, Mask, Not, PerHead, longformer
 from ..masks._both import both
+from ..masks._patterns import distances
 from ._lengths import checked_lengths
 from ._projected import Projected
 from ._sizes import split_heads
@@ -57,10 +58,11 @@ class LongformerAttention(Projected):
     Args:
         d_model: width of the input and of the output.
         heads: number of heads H.
-        window: number of neighbours on each side, or (left, right). Hugging Face's
-            `attention_window` counts both sides, so it is twice as large.
+        window: number of keys in the window, the token's own included: an odd number, centred on
+            the token. Or distances (left, right). Transformers' `attention_window=512` is
+            (256, 256).
         dilation: step between neighbours: an int, or one int per head. A dilation d does not
-            change the number of neighbours. The farthest is `window * d` tokens away.
+            change the number of neighbours. The farthest are left * d and right * d tokens away.
         head_dim: D, the width of a head. Default: d_model / heads.
         bias: if True, the projections of queries, keys and values have biases.
         out: if True, the module has an output projection. With `out=False` the module loads the
@@ -68,7 +70,7 @@ class LongformerAttention(Projected):
         dropout: dropout probability of the attention weights in training.
 
     Example:
-        >>> attend = regard.nn.LongformerAttention(512, 8, window=256)
+        >>> attend = regard.nn.LongformerAttention(512, 8, window=(256, 256))
         >>> attend(torch.randn(1, 4096, 512), global_tokens=[0]).shape
         torch.Size([1, 4096, 512])
     """
@@ -84,7 +86,7 @@ class LongformerAttention(Projected):
         self.query_global, self.key_global, self.value_global = (
             nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
         )
-        self.window, self.dilation = _sides(window), _steps(dilation, heads)
+        self.window, self.dilation = distances("window", window), _steps(dilation, heads)
         self.mask = _local_mask(self.window, self.dilation)
 
     def forward(
@@ -183,25 +185,11 @@ class LongformerAttention(Projected):
 
 def _local_mask(window: tuple[int, int], dilation: tuple[int, ...]) -> Mask:
     if len(set(dilation)) == 1:
-        return _band(window, dilation[0])
-    return PerHead([_band(window, step) for step in dilation])
-
-
-def _band(window: tuple[int, int], step: int) -> Mask:
-    left, right = window
-    undilated = Window(left * step, right * step)
-    return undilated if step == 1 else undilated & Dilated(step)
+        return longformer(window, dilation=dilation[0])
+    return PerHead([longformer(window, dilation=step) for step in dilation])
 
 
 # Arguments
-
-
-def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
-    if not isinstance(window, tuple):
-        return count("window", window), count("window", window)
-    if len(window) != 2:
-        raise ValueError(f"window: expected an int or (left, right), got {window}")
-    return count("window[0]", window[0]), count("window[1]", window[1])
 
 
 def _steps(dilation: int | Sequence[int], heads: int) -> tuple[int, ...]:

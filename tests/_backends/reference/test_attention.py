@@ -79,7 +79,7 @@ def test_default_offset_is_aligned_to_the_bottom_right() -> None:
 def test_an_offset_for_each_sample() -> None:
     q, k, v = qkv()
     offsets = torch.tensor([1, -2])
-    options: dict[str, Any] = {"mask": M.Causal() & M.Window(3), "bias": scores.Alibi.standard(2 * H)}
+    options: dict[str, Any] = {"mask": M.Causal() & M.Window(3, 0), "bias": scores.Alibi.standard(2 * H)}
     out, lse = attend(q, k, v, offset=offsets, **options)
     for b, offset in enumerate(offsets.tolist()):
         alone, alone_lse = attend(q[b], k[b], v[b], offset=offset, **options)

@@ -38,9 +38,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"mask": M.Window(2, 1)},
     "lengths": {"mask": M.Lengths(torch.tensor([0, 4]))},
     "documents": {"mask": M.Documents(*document_ids())},
-    "offsets": {"mask": M.Causal() & M.Window(3), "offset": torch.tensor([1, -3])},
-    "per head": {"mask": M.PerHead([M.Causal(), M.Window(1), ~M.Causal()] * 2)},
-    "combined": {"mask": (M.Window(1) | M.Global([0])) & ~M.Prefix(1)},
+    "offsets": {"mask": M.Causal() & M.Window(3, 0), "offset": torch.tensor([1, -3])},
+    "per head": {"mask": M.PerHead([M.Causal(), M.Window(1, 0), ~M.Causal()] * 2)},
+    "combined": {"mask": (M.Window(1, 0) | M.Global([0])) & ~M.Prefix(1)},
     "dense": {"mask": torch.arange(B * LQ * LK).view(B, 1, LQ, LK) % 3 > 0},
 }
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def test_zero_sizes(zero: int, extra: str) -> None:
 
 def test_choice_between_sdpa_and_flex() -> None:
     arguments = qkv()
-    assert _torch.kernel(make(*arguments, Options(mask=M.Window(2), dropout=0.1))) == "sdpa"
+    assert _torch.kernel(make(*arguments, Options(mask=M.Window(2, 0), dropout=0.1))) == "sdpa"
     assert _torch.kernel(make(*arguments, Options(bias=scores.Alibi.standard(HQ)))) == "sdpa"
     for extra in ("lse", "softcap", "sink"):
         assert _torch.kernel(make(*arguments, Options(**EXTRAS[extra]))) == "flex"
@@ -117,9 +117,9 @@ def test_choice_between_sdpa_and_flex() -> None:
 def test_sdpa_gets_no_tensor_for_a_causal_mask() -> None:
     arguments = qkv()
     assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Causal(), offset=0)))
-    assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(None), offset=LK)))
+    assert not _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(None, 0), offset=LK)))
     assert _torch.needs_dense_mask(make(*arguments, Options(mask=M.Causal())))
-    assert _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(2), offset=0)))
+    assert _torch.needs_dense_mask(make(*arguments, Options(mask=M.Window(2, 0), offset=0)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_dropout_follows_manual_seed() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "mask", [M.Window(2), M.Prefix(3) | M.Dilated(2), M.longformer(2, [0]), M.Lengths(3)]
+    "mask", [M.Window(2, 0), M.Prefix(3) | M.Dilated(2), M.longformer((2, 2), [0]), M.Lengths(3)]
 )
 def test_masks_are_on_the_device_of_the_inputs(mask: M.Mask, bias: bool) -> None:
     """The meta device stands for every device other than the CPU."""
