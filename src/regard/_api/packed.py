@@ -184,7 +184,7 @@ def _unread_row(
     self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
     if MaskKind.POSITION in kinds or not (self_attention or (not kinds and not by_distance)):
         raise NotImplementedError(
-            "the values of cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
+            "cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
             "needs the same cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"
         )
     q_ids = _ids(cu_seqlens_q, qkv[0].shape[1])

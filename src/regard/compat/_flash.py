@@ -160,6 +160,11 @@ def attend_packed(
         return varlen_attention(
             q, k, v, cu_q, None if cu_k is cu_q else cu_k, mask=mask, **options.keywords()
         )
+    if not readable(cu_q):
+        raise NotImplementedError(
+            "seqused_q, seqused_k, block_table, attention_chunk, alibi_slopes (B, H): expected none of them "
+            "for packed sequences under torch.compile, torch.export or vmap: cu_seqlens cannot be read there"
+        )
     cu_k = cu_q if cu_k is None else cu_k
     lengths, sizes = cu_k.diff() if used_k is None else used_k, cu_q.diff().tolist()
     if table is not None and used_q is None and len({*sizes}) == 1:

@@ -246,7 +246,7 @@ def unpad_input(
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices = packed.flatten().nonzero().flatten()
     cu_seqlens = _cu_seqlens(keep=packed.bool())
-    longest = int(cu_seqlens.diff().max())
+    longest: int = cu_seqlens.diff().max().item()  # type: ignore[assignment]  # torch.export traces item()
     used = attention_mask.sum(-1, dtype=torch.int32)
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
