@@ -5,9 +5,10 @@ The verdicts of claims are those that `regard claims` recorded.
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from regard_gallery.claims import records
 
@@ -60,7 +61,11 @@ def shown_by(section: str, row: dict[str, Any]) -> str:
 def page() -> str:
     lines = [HEAD]
     for section, title in SECTIONS.items():
-        lines += [f"## {section}. {title}\n", "| row | in the notes | in Regard | shown by |", "|---|---|---|---|"]
+        lines += [
+            f"## {section}. {title}\n",
+            "| row | in the notes | in Regard | shown by |",
+            "|---|---|---|---|",
+        ]
         for row in rows()[section]:
             cells = (f"{section}{row['number']}", row["item"], answer_of(row), shown_by(section, row))
             lines.append(f"| {' | '.join(cells)} |")

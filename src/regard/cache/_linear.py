@@ -91,7 +91,8 @@ class LinearCache:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Lengths = None,
         feature_map: str | FeatureMap | None = None, log_decay: Tensor | float | None = None,
-        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto", **unknown: NoReturn,
+        beta: Tensor | float | None = None, scale: float | None = None, impl: str = "auto",
+        **unknown: NoReturn,
     ) -> Tensor:  # fmt: skip
         """Appends k and v, then attends linearly. If the call raises, the cache is unchanged.
 
