@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import CLAIMS, GROUPS, NAMES
@@ -11,7 +11,8 @@ from .finding import VERDICTS, Finding
 
 FILE = Path(__file__).parent / "recorded.json"
 BEGIN, END = "<!-- Written by `regard claims --page`: -->\n", "<!-- end -->\n"
-SOURCES = "../../gallery/regard_gallery/claims"  # seen from docs/claims/README.md
+COLUMNS = ("experiment", "claim", "verdict", "measured", "correct")
+SOURCES = "../../gallery/regard_gallery/claims"  # seen from docs/claims/README.md and docs/zh/claims.md
 
 Record = Mapping[str, str]  # the fields claim, verdict, measured, correct of a Finding
 
@@ -37,21 +38,33 @@ def row(name: str, record: Record) -> str:
     return f"| {' | '.join((*cells, record['measured'], record['correct']))} |\n"
 
 
-def tables(records: Mapping[str, Record]) -> str:
-    """Formats all records: a line that counts the verdicts, then a table for each group."""
-    counts = {word: sum(record["verdict"] == word for record in records.values()) for word in VERDICTS}
-    text = f"{len(records)} claims: {', '.join(f'{n} {word}' for word, n in counts.items())}.\n"
-    for group, title in GROUPS.items():
+def counts(records: Mapping[str, Record]) -> dict[str, int]:
+    """Returns the number of records with each verdict."""
+    return {word: sum(record["verdict"] == word for record in records.values()) for word in VERDICTS}
+
+
+def tables(
+    records: Mapping[str, Record], titles: Mapping[str, str] = GROUPS, columns: Sequence[str] = COLUMNS
+) -> str:
+    """Formats all records: a table under a title for each group."""
+    text, head = "", f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    for group, title in titles.items():
         rows = [row(name, records[name]) for name, kind in CLAIMS if kind == group and name in records]
-        head = "| experiment | claim | verdict | measured | correct |\n|---|---|---|---|---|\n"
         text += f"\n## {title}\n\n{head}{''.join(rows)}"
     return text
 
 
-def write_page(page: Path) -> None:
-    """Replaces the text between BEGIN and END on the page by the tables of all records."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def fill(page: Path, begin: str, text: str) -> None:
+    """Replaces the text between the lines `begin` and END of a page."""
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"--page: expected a page with the lines {BEGIN!r} and {END!r}, got {page}")
-    page.write_text(f"{before}{BEGIN}\n{tables(read())}\n{END}{after}", encoding="utf-8")
+    if not found or not end:
+        raise ValueError(f"--page: expected a page with the lines {begin!r} and {END!r}, got {page}")
+    page.write_text(f"{before}{begin}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def write_page(page: Path) -> None:
+    """Writes the number of claims with each verdict and the tables of all records to the page."""
+    records = read()
+    verdicts = ", ".join(f"{n} {word}" for word, n in counts(records).items())
+    fill(page, BEGIN, f"{len(records)} claims: {verdicts}.\n{tables(records)}")

@@ -1,0 +1,71 @@
+"""Writes the tables of docs/zh/claims.md. `python tools/docs/claims_zh.py`
+
+Verdicts and numbers come from the findings that `regard claims --page` recorded. claims_zh.toml has
+the words: a pair of an English and a Chinese text for each field of a finding.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+from regard_gallery.claims import records
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "zh" / "claims.md"
+TEXTS = Path(__file__).with_suffix(".toml")
+BEGIN = "<!-- Written by `python tools/docs/claims_zh.py`: -->\n"
+COLUMNS = ("实验", "说法", "结论", "实测", "正确的说法")
+FIELDS = ("claim", "measured", "correct")
+
+
+def texts() -> dict[str, Any]:
+    """Returns the tables `verdicts`, `groups` and `claims` of claims_zh.toml."""
+    return tomllib.loads(TEXTS.read_text(encoding="utf-8"))
+
+
+def translated(place: str, text: str, english: str, chinese: str, verdicts: dict[str, str]) -> str:
+    """Puts what `text` has at the names of the pattern `english` into `chinese`.
+
+    Raises if the text does not fit the pattern, because then the Chinese text may be stale, and if
+    a name stands for words other than verdicts.
+    """
+    pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+?)", re.escape(english))
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ValueError(f"{TEXTS.name}: {place}: expected a pattern that fits {text!r}, got {english!r}")
+    values = {name: verdicts.get(value, value) for name, value in match.groupdict().items()}
+    if words := re.findall(r"\b[a-z]{4,}\b", " ".join(values.values())):
+        raise ValueError(f"{TEXTS.name}: {place}: expected numbers for the names, got {words} in {text!r}")
+    return chinese.format(**values)
+
+
+def translate(records: dict[str, records.Record]) -> dict[str, records.Record]:
+    """Returns the records in Chinese."""
+    words = texts()
+    verdicts, claims = words["verdicts"], words["claims"]
+    if missing := {name: dict(record) for name, record in records.items() if name not in claims}:
+        raise ValueError(f"{TEXTS.name}: expected a text for every claim, got none for {missing}")
+    return {
+        name: {"verdict": verdicts[record["verdict"]]}
+        | {
+            field: translated(f"claims.{name}.{field}", record[field], *claims[name][field], verdicts)
+            for field in FIELDS
+        }
+        for name, record in records.items()
+    }
+
+
+def tables(found: dict[str, records.Record]) -> str:
+    """Formats findings in Chinese: a line that counts the verdicts, then a table for each group."""
+    words = texts()
+    counts = "，".join(f"{words['verdicts'][word]} {n} 条" for word, n in records.counts(found).items())
+    groups = records.tables(translate(found), words["groups"], COLUMNS)
+    return f"共 {len(found)} 条说法：{counts}。\n{groups}"
+
+
+if __name__ == "__main__":
+    records.fill(PAGE, BEGIN, tables(records.read()))
