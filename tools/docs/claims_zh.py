@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "zh" / "claims.md"
 TEXTS = Path(__file__).with_suffix(".toml")
 BEGIN = "<!-- Written by `python tools/docs/claims_zh.py`: -->\n"
-COLUMNS = ("实验", "说法", "结论", "实测", "正确的说法")
+# Non-breaking spaces keep the narrow column of verdicts wide enough for one line.
+COLUMNS = ("实验", "说法", "结&nbsp;&nbsp;&nbsp;&nbsp;论", "实测", "正确的说法")
 FIELDS = ("claim", "measured", "correct")
 
 
@@ -43,11 +44,11 @@ def translated(place: str, text: str, english: str, chinese: str, verdicts: dict
     return chinese.format(**values)
 
 
-def translate(records: dict[str, records.Record]) -> dict[str, records.Record]:
+def translate(found: dict[str, records.Record]) -> dict[str, records.Record]:
     """Returns the records in Chinese."""
     words = texts()
     verdicts, claims = words["verdicts"], words["claims"]
-    if missing := {name: dict(record) for name, record in records.items() if name not in claims}:
+    if missing := {name: dict(record) for name, record in found.items() if name not in claims}:
         raise ValueError(f"{TEXTS.name}: expected a text for every claim, got none for {missing}")
     return {
         name: {"verdict": verdicts[record["verdict"]]}
@@ -55,7 +56,7 @@ def translate(records: dict[str, records.Record]) -> dict[str, records.Record]:
             field: translated(f"claims.{name}.{field}", record[field], *claims[name][field], verdicts)
             for field in FIELDS
         }
-        for name, record in records.items()
+        for name, record in found.items()
     }
 
 
