@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "zh" / "claims.md"
 TEXTS = Path(__file__).with_suffix(".toml")
 BEGIN = "<!-- Written by `python tools/docs/claims_zh.py`: -->\n"
-# Non-breaking spaces keep the narrow column of verdicts wide enough for one line.
-COLUMNS = ("实验", "说法", "结&nbsp;&nbsp;&nbsp;&nbsp;论", "实测", "正确的说法")
+COLUMNS = {"实验": 0, "说法": 4, "结论": 2, "实测": 12, "正确的说法": 8}  # title: spaces at each side
 FIELDS = ("claim", "measured", "correct")
 
 
@@ -60,11 +59,17 @@ def translate(found: dict[str, records.Record]) -> dict[str, records.Record]:
     }
 
 
+def unbroken(title: str, spaces: int) -> str:
+    """Returns a title that keeps its column wide: Chinese text may break after every character."""
+    return spaces * "&nbsp;" + "&NoBreak;".join(title) + spaces * "&nbsp;"
+
+
 def tables(found: dict[str, records.Record]) -> str:
     """Formats findings in Chinese: a line that counts the verdicts, then a table for each group."""
     words = texts()
     counts = "，".join(f"{words['verdicts'][word]} {n} 条" for word, n in records.counts(found).items())
-    groups = records.tables(translate(found), words["groups"], COLUMNS)
+    columns = [unbroken(title, spaces) for title, spaces in COLUMNS.items()]
+    groups = records.tables(translate(found), words["groups"], columns)
     return f"共 {len(found)} 条说法：{counts}。\n{groups}"
 
 
