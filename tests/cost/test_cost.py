@@ -298,7 +298,7 @@ def test_flops_equal_the_pairs_of_the_panels(name: str) -> None:
     B, H, L, D, Dv, mask = 2, 4, 101, 8, 5, MASKS[name]
     keep = (torch.ones(L, L).bool() if mask is None else mask.to_dense(L, L)).expand(B, H, L, L)
     call_cost = CallSpec(B, H, L, D, Dv=Dv, mask=mask).cost()
-    panel = {"avx2": 16, "wide": 32}.get(str(core.info()["isa"]), 8)
+    panel = {"avx2": 16, "avx512": 32, "wide": 32}.get(str(core.info()["isa"]), 8)
     pairs = B * H * L * L, B * H * L * (L + 1) // 2, int(keep.sum())
     expected = cost.Flops(*pairs, executed_pairs(keep, panel, 3 if name == "dilated" else 1))
     assert call_cost.pairs == expected
