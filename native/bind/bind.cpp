@@ -162,6 +162,7 @@ void bind_machine(nb::module_& m) {
   m.def("compiled", [] { return instruction_sets(false); });
   m.def("runnable", [] { return instruction_sets(true); });
   m.def("isa", [] { return std::string(kernels().name); });
+  m.def("panel_rows", [] { return panel_rows(kFloat32); });
   m.def("use", [](const char* name) { return use(name); }, "name"_a);
   m.def("open_pool", [](const char* library) { return open_pool(library); }, "library"_a);
   m.def("threads", &threads);

@@ -8,7 +8,9 @@
 // A loop over a small constant count that the compiler unrolls completely.
 #define UNROLLED(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); ++i)
 
-#ifdef __AVX2__
+#if defined(__AVX512F__)
+#include "simd/avx512.h"
+#elif defined(__AVX2__)
 #include "simd/avx2.h"
 #else
 #include "simd/generic.h"

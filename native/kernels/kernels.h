@@ -83,4 +83,5 @@ extern "C" {
 extern const regard::Kernels regard_kernels_generic;
 extern const regard::Kernels regard_kernels_wide;
 extern const regard::Kernels regard_kernels_avx2;
+extern const regard::Kernels regard_kernels_avx512;
 }

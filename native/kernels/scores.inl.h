@@ -259,7 +259,7 @@ void drop(const uint32_t* low, const uint32_t* high, const TileCoords& at, uint3
     for (int64_t c = 0; c < n; ++c) {
       const int64_t key = at.key + c * at.key_step;
       if (key >> 1 != pair) x = dropout_words(a, b, pair = key >> 1);
-      const Words kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
+      const auto kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
       for (int i = 0; i < Words::N / V::N; ++i) {
         Number<V>* w = weights + c * kPanel<V> + r + i * V::N;
         Lanes<V>::store(w, Mark<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));

@@ -13,15 +13,24 @@ struct Entry {
 
 bool always() { return true; }
 
-#ifdef REGARD_HAVE_AVX2
 // The builtins check CPUID and that the operating system saves the vector registers.
+#ifdef REGARD_HAVE_AVX2
 bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #endif
+#ifdef REGARD_HAVE_AVX512
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
 
 const Entry kEntries[] = {
+#ifdef REGARD_HAVE_AVX512
+    {&regard_kernels_avx512, has_avx512, true},
+#endif
 #ifdef REGARD_HAVE_AVX2
     {&regard_kernels_avx2, has_avx2, true},
 #endif

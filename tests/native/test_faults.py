@@ -230,7 +230,7 @@ def test_python_signal_handlers_run() -> None:
         seen = []
         signal.signal(signal.SIGPROF, lambda *_: seen.append(time.process_time()))
         torch.set_num_threads(1)
-        q = torch.randn(1, 8, 4000, 64)
+        q = torch.randn(1, 8, 8000, 64)
         want = regard.attention(q, q, q, impl="native")
         signal.setitimer(signal.ITIMER_PROF, 0.1)
         out = regard.attention(q, q, q, impl="native")

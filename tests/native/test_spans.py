@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from regard import masks as M
-from regard._backends.native import attention as _native
+from regard._backends.native import attention as _native, core
 from regard._call.make import make
 from regard._call.spec import Options, Problem
 from support import HAVE_CORE
@@ -138,8 +138,9 @@ def square(mask: M.Mask | None, L: int, heads: int = 1) -> Problem:
 
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_dilation_divides_the_work(step: int) -> None:
-    undilated = _native.cost(square(M.Causal(), 480)).touched
-    dilated = _native.cost(square(M.Causal() & M.Dilated(step), 480)).touched
+    L = 30 * core.panel_rows()
+    undilated = _native.cost(square(M.Causal(), L)).touched
+    dilated = _native.cost(square(M.Causal() & M.Dilated(step), L)).touched
     assert dilated < 1.25 * undilated / step
 
 
@@ -157,7 +158,7 @@ def test_dilation_of_combinations(mask: M.Mask, step: int) -> None:
     """Each panel has Lk / step keys in its residue class, which are full, partial or empty."""
     L = 192 * step
     cost = _native.cost(square(mask, L))
-    assert cost.full + cost.partial + cost.empty == (L // 16) * (L // step)
+    assert cost.full + cost.partial + cost.empty == (L // core.panel_rows()) * (L // step)
 
 
 def test_cost_of_a_window_is_linear() -> None:

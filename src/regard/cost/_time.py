@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .._backends.native import core
 from ._cache import What, layers_of
 from ._call import CallCost, CallSpec
 from ._layers import Work
@@ -24,7 +25,7 @@ TRAFFIC = 0.75  # fraction of the read bandwidth, if outputs are newly allocated
 # the query or a weight. So few query rows reach little more than half of the peak FLOP/s. If the rows that
 # share a key head fill at least three quarters of a panel, they are computed as a panel, as in forward.
 FEW, PANELS = 0.62, 0.9  # fractions of the peak FLOP/s with few rows, and with panels
-TOGETHER, PANEL = 4, 16  # number of query rows that share a load of a key, and number in a panel
+TOGETHER = 4  # number of query rows that share a load of a key
 SOFTMAX = 70  # FLOPs of the softmax per score
 CONVERT = 6  # FLOPs to convert an element of a 16-bit key or value that more than TOGETHER rows use
 START = 0.01  # overhead per sample and key head, as a fraction of the time of the smallest call
@@ -65,7 +66,7 @@ def _decoding_flops(call: CallSpec, cost: CallCost) -> float:
     The computation consists of matrix products, softmax and conversion of 16-bit values.
     """
     rows = call.Lq * call.Hq // (call.Hkv or call.Hq)  # query rows that share a key
-    panel = PANEL // 2 if call.dtype is torch.float64 else PANEL
+    panel = core.panel_rows() // (2 if call.dtype is torch.float64 else 1)
     full, left = divmod(rows, panel)
     filled = 4 * left >= 3 * panel
     few = 0 if filled else left

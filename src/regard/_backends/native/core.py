@@ -59,6 +59,11 @@ def read_probe(x: Tensor) -> None:
     _core.read_probe(x.data_ptr(), x.numel())
 
 
+def panel_rows() -> int:
+    """Returns the number of query rows in a panel: 16 with AVX2, 32 with AVX-512. In float64, half."""
+    return int(_core.panel_rows())
+
+
 def isas() -> list[str]:
     """Returns the names of the instruction sets that this CPU can run."""
     return _core.runnable() if _core is not None else []
