@@ -111,8 +111,8 @@ def measure(lengths: tuple[int, ...] = (512, 1024, 4096), seconds: float = 24.0)
     return Finding(
         claim="FlashAttention is 2 to 4 times as fast",
         verdict=judge(found.values(), margin),
-        measured=f"on a CPU with {torch.get_num_threads()} threads, the formula takes so many times as long as "
-        f"a tiled kernel, for {' / '.join(f'{n:,}' for n in lengths)} tokens: "
+        measured=f"on a CPU with {torch.get_num_threads()} threads, the formula's time divided by that of a "
+        f"tiled kernel, for {' / '.join(f'{n:,}' for n in lengths)} tokens: "
         + "; ".join(listed(found, title) for title in PASSES),
         correct=f"the factor depends on kernel, length, pass and machine: here {min(found.values()):.1f} to "
         f"{max(found.values()):.1f}, within {margin:.0%}; the published factors are of GPUs; "

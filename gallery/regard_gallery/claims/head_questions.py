@@ -16,12 +16,14 @@ PERSONS = """doctor lawyer teacher student soldier writer king queen farmer judg
 mayor bishop prince actor artist boy girl woman man baker priest sailor hunter singer coach clerk"""
 VERBS = "helps sees follows thanks meets knows likes fears calls visits serves leads"
 PLACES = "near", "behind", "beside", "with"
+ADJECTIVES = "old", "young", "tall", "small", "happy", "angry", "famous", "clever"
+OPENINGS = "", "today ", "at last ", "in the end "
 SYNTAX = (  # {s} is the subject of {v}
-    "{P} the {x}, the {s} {v} the {o}.",
-    "{P} the {x} {q} the {y}, the {s} {v} the {o}.",
-    "The {s} {p} the {x} {v} the {o}.",
-    "{P} the {x}, the {s} {q} the {y} {v} the {o}.",
-    "The {s} {p} the {x} {q} the {y} {v} the {o}.",
+    "{p} the {x}, the {s} {v} the {o}.",
+    "{p} the {x} {q} the {y}, the {s} {v} the {o}.",
+    "the {s} {p} the {x} {v} the {o}.",
+    "{p} the {x}, the {s} {q} the {y} {v} the {o}.",
+    "the {s} {p} the {x} {q} the {y} {v} the {o}.",
 )
 SYNONYMS = """car automobile, doctor physician, boat ship, house home, street road, child kid, film movie,
 rock stone, shop store, forest woods, lawyer attorney, gift present, soldier warrior, garbage trash, hat cap,
@@ -40,16 +42,25 @@ class Question(NamedTuple):
 
 
 def syntax(count: int, causal: bool) -> list[Question]:
-    """Returns questions for the subject of a verb. In a causal model, the object is not a choice."""
+    """Returns questions for the subject of a verb. In a causal model, the object is not a choice.
+
+    Openings and adjectives of random length shift the nouns, so that their positions tell little.
+    """
     draw, found = random.Random(0), []
     for i in range(count):
-        s, o, x, y = draw.sample(PERSONS.split(), 4)
+        persons = dict(zip("soxy", draw.sample(PERSONS.split(), 4), strict=True))
         p, q = draw.sample(PLACES, 2)
-        v = draw.choice(VERBS.split())
-        text = SYNTAX[i % len(SYNTAX)].format(s=s, o=o, x=x, y=y, p=p, q=q, P=p.capitalize(), v=v)
-        nouns = [word for word in words(text) if word in (s, x, y) or (word == o and not causal)]
-        found.append(Question(text, v, nouns, s))
-    return [question for question in found if len(question.nouns) > 1]
+        verb = draw.choice(VERBS.split())
+        described = {
+            letter: " ".join((*draw.sample(ADJECTIVES, draw.randrange(3)), person))
+            for letter, person in persons.items()
+        }
+        text = SYNTAX[i % len(SYNTAX)].format(**described, v=verb, p=p, q=q)
+        text = draw.choice(OPENINGS) + text
+        choices = {person for letter, person in persons.items() if letter != "o" or not causal}
+        nouns = [word for word in words(text) if word in choices]
+        found.append(Question(text[0].upper() + text[1:], verb, nouns, persons["s"]))
+    return found
 
 
 def meaning(count: int, causal: bool) -> list[Question]:

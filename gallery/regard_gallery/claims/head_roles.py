@@ -4,17 +4,17 @@ The notes name the relation of subject, verb and object, synonyms, and adjacent 
 two pretrained models, MiniLM and SmolLM2, are counted for each of them:
 
 - Position: over clothing reviews, a head puts at least half of its weight on adjacent tokens.
-- Syntax: in sentences such as "Near the king, the doctor behind the lawyer helps the pilot.", the
-  verb gives its subject a larger weight than all other nouns. Nouns are persons, drawn at random,
-  so meaning does not help. The subject is the first, the second or the third noun before the verb.
+- Syntax: in sentences such as "Today near the old king, the doctor behind the lawyer helps the
+  small pilot.", the verb gives its subject a larger weight than all other nouns. Nouns are persons,
+  drawn at random, so meaning does not help. The subject is the nearest noun before the verb, the
+  second nearest or the third.
 - Meaning: in sentences such as "They spoke about the ship, the lawyer, the hill and the boat.", a
   word gives its synonym a larger weight than all other nouns. The order is random, so position
   does not help.
 
-For syntax and meaning, the words of one half of the sentences do not decide alone: a head counts
-only if it is right in both halves of the sentences, each time in at least half of the cases and
-three standard errors above the best rule that knows only the order of the nouns, such as "the last
-noun before the verb". A causal model sees earlier nouns only.
+For syntax and meaning, a head counts only if it is right in both halves of the sentences, each time
+in at least half of the cases and three standard errors above the best rule that knows only the
+order of the nouns, such as "the last noun before the verb". A causal model sees earlier nouns only.
 
 The claim is right if every model has all three kinds of heads, incomplete if some kind is missing,
 wrong if all are. The experiment also counts heads by the roles of `see.ROLES` over the reviews. The

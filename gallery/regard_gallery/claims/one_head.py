@@ -41,9 +41,9 @@ def leads(one: Sequence[float], several: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(one, several, strict=True)]
 
 
-def compared(leads: Sequence[float]) -> str:
+def compared(ahead: Sequence[float]) -> str:
     """Returns whether several heads are better, worse, or not distinguishable by these seeds."""
-    lead, margin = mean(leads), 2 * stdev(leads)
+    lead, margin = mean(ahead), 2 * stdev(ahead)
     return "within the scatter" if abs(lead) <= margin else "better" if lead > 0 else "worse"
 
 
@@ -58,7 +58,7 @@ def measure(width: int = WIDTH, steps: int = 800, seeds: int = 3) -> Finding:
     sizes = {heads: parameters(layer(*settings(heads, width))) for heads in counts}
     found = {heads: losses(heads, width, steps, seeds) for heads in counts}
     ahead = {heads: leads(found[1], found[heads]) for heads in SEVERAL}
-    comparisons = {heads: compared(lead) for heads, lead in ahead.items()}
+    comparisons = {heads: compared(values) for heads, values in ahead.items()}
     results = (
         f"{heads} heads are {text} (loss {-mean(ahead[heads]):+.3f}, "
         f"standard deviation {stdev(ahead[heads]):.3f})"
