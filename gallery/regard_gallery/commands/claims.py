@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def claims(
     names: Annotated[list[str] | None, typer.Argument(help="Claims to test. Default: list them.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Test all claims: about five minutes.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Test all claims: about ten minutes.")] = False,
     page: Annotated[
         Path | None, typer.Option(help="Record the findings, and write the tables of this page.")
     ] = None,

@@ -14,7 +14,8 @@ from regard.positions import Rotary
 
 from .._checks import count
 
-KV_HEADS = {"MHA": None, "GQA-4": 4, "MQA": 1, "window": None}
+ONE_HEAD = "one head"  # MHA with one head of full width, not in the table of `regard compare`
+KV_HEADS = {"MHA": None, "GQA-4": 4, "MQA": 1, "window": None, ONE_HEAD: None}
 KINDS = ("MHA", "GQA-4", "MQA", "MLA", "window", "linear")
 Layer = Attention | LatentAttention | LinearAttention
 
@@ -75,7 +76,7 @@ def layer(kind: str, sizes: Sizes) -> Layer:
     MLA has DeepSeek's proportions: with D channels per head, latents have 4 D channels and rotary
     keys D / 2.
     """
-    width, heads = sizes.width, sizes.heads
+    width, heads = sizes.width, 1 if kind == ONE_HEAD else sizes.heads
     D = width // heads
     if kind == "linear":
         return LinearAttention(width, heads)
