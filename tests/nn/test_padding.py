@@ -26,7 +26,7 @@ from regard.nn import (
     PostNorm,
     PreNorm,
     Stack,
-)  # fmt: skip
+)
 from regard.nn._padding import finite_padding
 from support import HAVE_CORE
 from support.tracing import check_traced
