@@ -125,7 +125,7 @@ def test_an_unknown_word_lists_the_options() -> None:
 def test_functions_that_build_an_attention_pass_the_words_on() -> None:
     for make in (nn.SelfAttention, nn.EncoderBlock, nn.DecoderBlock):
         with pytest.raises(TypeError, match=r"^is_causal: write mask=masks\.Causal\(\)$"):
-            make(8, 2, is_causal=True)
+            make(8, heads=2, is_causal=True)
     with pytest.raises(TypeError, match=r"^attn_mask: write mask="):
         nn.DecoderBlock(8, 2)(X, attn_mask=None)
 

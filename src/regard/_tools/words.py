@@ -73,15 +73,15 @@ FORMS = {
         "write cu_seqlens=": "cu_seqlens_q",
         "write context_cu_seqlens=": "cu_seqlens_k",
         "leave it out: the constructor takes it": "dropout dropout_p softmax_scale scale softcap sink bias",
-        "call regard.weights(*qkv, **options) with qkv, options from module.arguments(x)":
-            "need_weights output_attentions",
+        "write return_weights=True": "need_weights output_attentions",
     },
     "__init__": {
         "write d_model=": "embed_dim hidden_size dim",
         "write heads=": "num_heads n_heads nhead num_attention_heads",
         "write kv_heads=": "num_kv_heads n_kv_heads num_key_value_heads",
         "write head_dim=": "dim_head",
-        "write kv_model=, the width of keys and values": "kdim vdim",
+        "write kv_model=, the width of the context": "kdim",
+        "write value_model=, the width of the tokens of values": "vdim",
         "write bias=": "qkv_bias attention_bias use_bias",
         "write mask=masks.Causal()": "is_causal",
         "leave it out: x is (B, L, d_model)": "batch_first",
