@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ def looked_again(machine: Machine) -> Machine:
 def facts(threads: int) -> dict[str, str]:
     installed = installation()
     return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "CPU": cpu_name(),
         "threads": f"{threads} of {os.cpu_count()}",
         "regard": f"{installed['regard']}, kernels {installed.get('native isa', 'none')}",

@@ -10,12 +10,11 @@ import io
 import re
 import sys
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 LIBRARY, NATIVE, GALLERY, TESTS = (ROOT / name for name in ("src/regard", "native", "gallery", "tests"))

@@ -104,3 +104,39 @@ def test_errors_of_the_system_are_sentences(capsys: pytest.CaptureFixture[str], 
         with pytest.raises(typer.Exit), one_line_errors():
             path.read_bytes()
         assert capsys.readouterr().err == f"regard: {path}: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["crossover", "--plot", "no/such/x.png"],
+            "--plot: expected a file in a directory that exists, got ",
+        ),
+        (["crossover", "--plot", "x"], "--plot: expected a file that ends in .png, .pdf, .svg, got x"),
+        (["shapes", "--out", "."], "--out: expected a file in a directory that exists, got ."),
+        (["shapes", "--out", "no/such/x.svg"], "--out: expected a file in a directory that exists, got "),
+        (["explore", "--save", "no/such/x.html", "hello"], "--save: expected a file in a directory that "),
+        (["explore", "--model", "no/such", "hello"], "model: expected a directory with a config.json, got "),
+        (["cost", "no/such.json"], "config: expected a file, got no/such.json, which does not exist"),
+        (["embed", "--out", "no/such/x.npy", "hello"], "--out: expected a file in a directory that exists, "),
+        (["search", "no/such.txt", "-q", "x"], "no/such.txt: no such file or directory"),
+        (["transcribe", "no/such.wav"], "path: expected a wav file, got no/such.wav, which does not exist"),
+        (["transcribe", "x.wav", "--picture", "no/such/x.png"], "--picture: expected a file in a directory "),
+        (["chat", "--model", "no/such"], "model: expected a directory with a config.json, got no/such"),
+        (["generate", "--model", "no/such", "x"], "model: expected a directory with a config.json, got no/"),
+        (
+            ["run", "text", "--out", "README.md", "--use", "hello"],
+            "README.md/text-0.safetensors: expected a checkpoint",
+        ),
+        (["claims", "--page", "no/such.md"], "--page: expected a file that exists, got no/such.md"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_every_command_that_takes_a_path_says_what_is_wrong(arguments: list[str], message: str) -> None:
+    if arguments[0] not in NAMES:
+        pytest.skip("the gallery is not installed")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert result.output.startswith(f"regard: {message}"), result.output
+    assert "Errno" not in result.output

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard._call.stored import Stored
-from regard.compat import flash_attn as F
+from regard.compat import flash_attn as F, flash_attn_interface
 from support import HAVE_CORE
 from support.flash import packed_reference, padded_reference, reference, rotation, signature, slopes_of
 from support.tracing import Function, check_traced
@@ -340,6 +340,21 @@ def test_block_table_may_have_any_padding() -> None:
 def test_kvcache_of_another_batch_raises() -> None:
     with pytest.raises(ValueError, match="k_cache: expected B = 2 rows as in q, got 3"):
         F.flash_attn_with_kvcache(torch.randn(2, 1, 2, 4), *torch.randn(2, 3, 8, 2, 4))
+
+
+def test_pages_with_cache_batch_idx_raise() -> None:
+    """flash-attn 2 raises too. The index would select pages instead of samples."""
+    q, cache, table = (
+        torch.randn(2, 1, 2, 4),
+        torch.randn(4, 16, 2, 4),
+        torch.tensor([[2, 1], [0, 3], [1, 2]]),
+    )
+    index = torch.tensor([2, 0])
+    with pytest.raises(ValueError, match=r"cache_batch_idx: expected None .* write table\[cache_batch_idx\]"):
+        F.flash_attn_with_kvcache(q, cache, cache, block_table=table, cache_batch_idx=index)
+    with pytest.raises(ValueError, match="cache_batch_idx: expected None with a table of pages"):
+        flash_attn_interface.flash_attn_with_kvcache(q, cache, cache, page_table=table, cache_batch_idx=index)
+    assert F.flash_attn_with_kvcache(q, cache, cache, block_table=table[index]).shape == q.shape
 
 
 @pytest.mark.parametrize("lengths_q", [(1, 1, 1), (2, 1, 5), (4, 4, 4)])

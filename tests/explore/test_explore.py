@@ -441,5 +441,9 @@ def test_weights_of_another_library_are_explored(tmp_path: Path) -> None:
     assert trace.facts(0).max[0].shape == (3, 6, 6)
     page = explore.weights(given.numpy(), words).save(tmp_path / "page.html").read_text(encoding="utf-8")
     assert data_of(page)["traces"][0]["keys"] == words
+    others = [word.upper() for word in words]
+    page = explore.weights(given, words, key_tokens=others).save(tmp_path / "page.html").read_text("utf-8")
+    (shown,) = data_of(page)["traces"]
+    assert (shown["queries"], shown["keys"]) == (words, others)
     with pytest.raises(TypeError, match=r"weights: expected a recording .* outputs.attentions, got int 3"):
         explore.weights(3)

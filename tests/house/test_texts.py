@@ -53,3 +53,22 @@ def test_table_of_ops_matches_the_code() -> None:
     text = (ROOT / "native" / "mask" / "README.md").read_text(encoding="utf-8")
     table = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| ([A-Z]+) \|", text, flags=re.M)}
     assert table == {op.name: op.value for op in masks.Op}
+
+
+PYTHON = re.compile(
+    r"(?:Python |requires-python = \">=|target-version = \"py)(3\.?\d+)(?: or newer| REQUIRED|\")"
+)
+
+
+def test_statements_of_the_python_version_agree() -> None:
+    names = (
+        "pyproject.toml",
+        "gallery/pyproject.toml",
+        "CMakeLists.txt",
+        "README.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+    )
+    found = {name: PYTHON.findall((ROOT / name).read_text(encoding="utf-8")) for name in names}
+    assert all(found.values()), found
+    assert {version.replace(".", "") for versions in found.values() for version in versions} == {"311"}, found

@@ -200,6 +200,13 @@ def test_a_checkpoint_of_a_stack() -> None:
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in before.items())
 
 
+def test_blocks_that_are_not_neighbours_may_not_share_a_cache() -> None:
+    model = Stack([DecoderBlock(D, HEADS) for _ in range(3)])
+    first, second = model.new_caches(2)[:2]
+    with pytest.raises(ValueError, match=r"caches: .* got the same cache more than once"):
+        model(torch.randn(2, 7, D), caches=[first, second, first])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -168,6 +168,89 @@ def test_tokens_of_each_sample() -> None:
     assert_close(drawn(figure), LAYERS[0][1, 0, :2, :2])
 
 
+QUERIES, KEYS = ["the", "cat", "saw"], ["die", "Katze", "sah", "ihn", "."]
+CROSS = tuple(torch.randn(2, 3, 3, 5, generator=torch.Generator().manual_seed(1)).softmax(-1) for _ in "ab")
+
+
+def key_names(figure: Figure) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_xticklabels()]
+
+
+def test_keys_of_cross_attention_have_their_own_tokens() -> None:
+    options = {"layer": 1, "head": 2, "sample": 1}
+    figure = see.heatmap(CROSS, QUERIES, key_tokens=KEYS, **options)
+    assert_close(drawn(figure), CROSS[1][1, 2])
+    assert (names(figure), key_names(figure)) == (QUERIES, KEYS)
+    bars = see.token(CROSS, "cat", QUERIES, key_tokens=KEYS, **options).axes[0]
+    assert [label.get_text() for label in bars.get_yticklabels()] == KEYS
+    assert [bar.get_width() for bar in bars.patches] == pytest.approx(CROSS[1][1, 2, 1].tolist())
+    assert len({bar.get_facecolor() for bar in bars.patches}) == 1, "no key is the query itself"
+    assert len(see.grid(CROSS, QUERIES, key_tokens=KEYS).axes[0].images) == 6
+    only_keys = see.heatmap(CROSS, key_tokens=KEYS, **options)
+    assert key_names(only_keys) == KEYS
+    seen = see.from_weights(CROSS, QUERIES, key_tokens=KEYS)
+    assert seen.links("saw", "sah")[0].weight == pytest.approx(max(float(x[0, :, 2, 2].max()) for x in CROSS))
+    assert [key.token for key in seen[0, 1].top("cat", 5)] == [
+        KEYS[j] for j in CROSS[0][0, 1, 1].argsort().flip(0)
+    ]
+
+
+def test_as_many_keys_as_queries_may_have_other_tokens() -> None:
+    """Equal tokens of two texts are not repetitions, and a query is none of the keys."""
+    words = ["a", "b", "a", "b", "."]
+    seen = see.from_weights(LAYERS[0], words, key_tokens=KEYS)
+    assert (seen[0].texts(), seen[0].key_texts()) == (tuple(words), tuple(KEYS))
+    assert (names(see.heatmap(seen[0, 1])), key_names(see.heatmap(seen[0, 1]))) == (words, KEYS)
+    assert seen[0, 1].roles["duplicate"].detail == "no repeated token"
+    own = see.from_weights(LAYERS[0], words)[0]
+    sinks = seen[0, 1].roles["delimiter or sink"].score
+    mass = LAYERS[0][0, 1].sum(0)
+    assert sinks == pytest.approx(float((mass[0] + mass[4]) / 5), abs=1e-5)
+    assert own[1].roles["duplicate"].detail != "no repeated token"
+    with pytest.raises(ValueError, match="rollout: expected self-attention in every layer"):
+        seen.rollout("a")
+
+
+def test_key_tokens_of_each_sample() -> None:
+    figure = see.heatmap(
+        CROSS, [QUERIES, ["a", "dog"]], key_tokens=[KEYS, KEYS[:4]], layer=0, head=0, sample=1
+    )
+    assert (names(figure), key_names(figure)) == (["a", "dog"], KEYS[:4])
+    assert_close(drawn(figure), CROSS[0][1, 0, :2, :4])
+    q, k = torch.randn(2, 3, 3, 4), torch.randn(2, 3, 5, 4)
+    layer = see.record(q, k, [QUERIES, ["a", "dog"]], key_tokens=[KEYS, KEYS])
+    assert layer.fact(regard.ColumnMass())[1].sum() == pytest.approx(2 * 3), "two real queries, three heads"
+
+
+def test_wrong_tokens_of_keys_are_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"key_tokens: expected one string for each key of .* got lengths \[4, 4\]"
+    ):
+        see.heatmap(CROSS, QUERIES, key_tokens=KEYS[:4], layer=0, head=0)
+    for tokens in (QUERIES, KEYS, (QUERIES, KEYS)):  # without key_tokens
+        with pytest.raises(
+            ValueError, match=r"tokens: expected one string .* other tokens of keys go to key_tokens"
+        ):
+            see.heatmap(CROSS, tokens, layer=0, head=0)
+    with pytest.raises(ValueError, match="tokens: expected one string for each token"):
+        see.grid(CROSS, KEYS, key_tokens=KEYS)
+    with pytest.raises(TypeError, match="key_tokens: expected a list of strings"):
+        see.grid(CROSS, QUERIES, key_tokens="die Katze")
+    with pytest.raises(ValueError, match="key_tokens: expected None for a Capture, got list"):
+        see.grid(see.from_weights(CROSS), key_tokens=KEYS)
+
+
+def test_cross_attention_of_a_module() -> None:
+    layer, x, context = (
+        regard.nn.CrossAttention(16, heads=2, kv_model=8),
+        torch.randn(1, 3, 16),
+        torch.randn(1, 5, 8),
+    )
+    _, weights = layer(x, context, return_weights=True)
+    figure = see.heatmap(weights, QUERIES, key_tokens=KEYS, head=1)
+    assert_close(drawn(figure), weights[0, 1].detach())
+
+
 def test_attentions_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}

@@ -5,10 +5,9 @@ The verdicts of claims are those that `regard claims` recorded.
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 from regard_gallery.claims import records
 

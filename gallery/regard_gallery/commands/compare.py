@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.console import one_line_errors, tables
+from regard.cli.console import check_output, one_line_errors, tables
 
 from .._progress import bar
 
@@ -35,7 +34,8 @@ def compare(
 
         from ..compare import FULL, QUICK, measure
 
-        _check(json, plot)
+        check_output("--json", json)  # before minutes of training
+        check_output("--plot", plot, picture=True)
         sizes, effort = QUICK if quick else FULL
         sizes = sizes if width is None else replace(sizes, width=width)
         options = {"steps": steps, "seeds": seeds, "tokens": tokens}
@@ -49,18 +49,6 @@ def compare(
             json.write_text(measured.to_json(), encoding="utf-8")
         if plot is not None:
             measured.plot(str(plot))
-
-
-def _check(json: Path | None, plot: Path | None) -> None:
-    """Raises unless the folders of the output files exist and, for --plot, matplotlib is installed.
-
-    This check runs before the models are trained, so that minutes of training are not lost.
-    """
-    for name, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name}: expected a file in a directory that exists, got {path}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("--plot: expected matplotlib, which is not installed", name="matplotlib")
 
 
 def _empty_table(title: str, caption: str | None = None) -> Table:

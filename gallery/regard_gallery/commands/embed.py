@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.console import one_line_errors, quiet_offline
+from regard.cli.console import check_output, one_line_errors, quiet_offline
 
 from ._options import AttentionOption, EncoderOption
 
@@ -21,6 +21,7 @@ def embed(
 ) -> None:  # fmt: skip
     """Embed texts as vectors of length 1. Texts with similar meanings have similar vectors."""
     with one_line_errors():
+        check_output("--out", out)
         lines = texts or [line.rstrip("\n") for line in sys.stdin]
         quiet_offline()
         import numpy as np

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli.console import one_line_errors, printable, quiet_offline
+from regard.cli.console import check_output, one_line_errors, printable, quiet_offline
 
 from ._options import AttentionOption
 
@@ -24,6 +24,7 @@ def transcribe(
 ) -> None:
     """Transcribe English speech with Whisper, optionally with the times of each word."""
     with one_line_errors():
+        check_output("--picture", picture, picture=True)
         quiet_offline()
         from ..models import transcribe as speech, whisper
         from ..models._picture import draw

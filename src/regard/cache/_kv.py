@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ._counts import largest, per_sample
 from ._retention import Content, KeepAll
 from ._row_cache import RowCache, signature
 from ._rows import layout_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class KVCache(RowCache):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from ._checks import Lengths
 from ._retention import KeepAll
 from ._row_cache import RowCache
 from ._rows import layout_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class LatentCache(RowCache):

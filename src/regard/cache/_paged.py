@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from ._checks import NO_CHUNK, Chunk, Integers, Lengths, State
 from ._counts import formatted, largest, per_sample, shared
 from ._pages import PageDraft, PagedSequence, Pages
 from ._rows import layout_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 class PagedCache:

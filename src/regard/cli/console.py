@@ -7,6 +7,8 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,6 +24,8 @@ INSTALL |= {"matplotlib": "'regard[plot]'", "rich": "'regard[cli]'"}
 INSTALL |= dict.fromkeys(("starlette", "uvicorn"), "'regard[explore]'")
 OTHERS = ("gguf", "pandas", "pyarrow", "sklearn", "torch_geometric", "gymnasium", "PIL", "sacrebleu")
 INSTALL |= dict.fromkeys(OTHERS, "regard-gallery")
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 @contextmanager
@@ -54,6 +58,21 @@ def sentence(error: Exception) -> str:
     package = INSTALL.get(name.partition(".")[0])
     remedy = "" if package is None else f"; pip install {package}"
     return printable(str(error)) + remedy
+
+
+def check_output(option: str, path: Path | None, *, picture: bool = False) -> None:
+    """Raises unless a file can be written to `path`, before a command that takes long begins.
+
+    A picture needs matplotlib, and a name with an ending that says its format.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: expected a file in a directory that exists, got {path}")
+    if picture and path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{option}: expected a file that ends in {', '.join(PICTURES)}, got {path}")
+    if picture and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(f"{option}: expected matplotlib, which is not installed", name="matplotlib")
 
 
 def quiet_offline() -> None:

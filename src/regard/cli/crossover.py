@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import tables
+from .console import check_output, one_line_errors, tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,11 +30,11 @@ def crossover(
     ] = False,
 ) -> None:
     """Measure above which lengths approximations need less time or memory than exact attention."""
+    with one_line_errors():
+        check_output("--plot", plot, picture=True)
     from ..crossover import measure
 
     console = tables()
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("a plot needs matplotlib: pip install 'regard[plot]'")
     if quick:
         longest, heads, dim, seconds = 2 * SHORTEST, 1, 16, 0.0
     lengths = [SHORTEST << step for step in range((longest // SHORTEST).bit_length())]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import amount, one_line_errors, quiet_offline
+from .console import amount, check_output, one_line_errors, quiet_offline
 
 WARNING = (
     "warning: {host} can be reached from the network; anyone who has the link can open the page, and the "
@@ -30,6 +30,7 @@ def explore(
     with one_line_errors():
         if host is not None and not i_know:
             raise ValueError(f"--host {host}: expected --i-know, because the network can reach the page")
+        check_output("--save", save)
         quiet_offline()
         from ..explore import text
 

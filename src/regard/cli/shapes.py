@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import one_line_errors, tables
+from .console import check_output, one_line_errors, tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +35,7 @@ def shapes(
 ) -> None:
     """Print or draw the shapes in multi-head attention, from (n, d_model) to (n, d_model)."""
     with one_line_errors():
+        check_output("--out", out, picture=True)
         from ..nn import Attention
         from ..see._shapes import shapes as draw, shapes_of
 

@@ -60,6 +60,11 @@ def decode(
     """
     if index is None and cache.table is None and len(cache.k) != len(q):
         raise ValueError(f"k_cache: expected B = {len(q)} rows as in q, got {len(cache.k)}")
+    if index is not None and cache.table is not None:
+        raise ValueError(
+            "cache_batch_idx: expected None with a table of pages, which has a row for each sample, got a "
+            "tensor; write table[cache_batch_idx]"
+        )
     k, v = new
     if (k is None) != (v is None):
         raise ValueError("k, v: expected both or neither, got one")

@@ -105,16 +105,20 @@ def captured(
     return Explorer((_trace(seen.layers, keys, sample, title),))
 
 
-def weights(weights: Any, tokens: Texts | None = None, *, sample: int = 0, title: str = "") -> Explorer:
+def weights(
+    weights: Any, tokens: Texts | None = None, *, key_tokens: Texts | None = None, sample: int = 0,
+    title: str = "",
+) -> Explorer:  # fmt: skip
     """Returns an explorer of given weights, such as the `outputs.attentions` of Transformers.
 
-    `weights` and `tokens` are those of `see.from_weights`.
+    `weights`, `tokens` and `key_tokens` are those of `see.from_weights`.
     """
-    return captured(see.from_weights(weights, tokens), sample=sample, title=title)
+    return captured(see.from_weights(weights, tokens, key_tokens=key_tokens), sample=sample, title=title)
 
 
 def _trace(layers: Sequence[see.Layer], keys: tuple[str, ...], sample: int, title: str) -> Trace:
-    queries = layers[0].texts(sample) if layers[0].shape[2] != len(keys) else keys
+    others = layers[0].shape[2] != len(keys) or layers[0].key_tokens is not None
+    queries = layers[0].texts(sample) if others else keys
     return Trace(title, queries, keys, tuple(layers), sample)
 
 

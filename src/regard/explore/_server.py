@@ -199,7 +199,7 @@ async def _body(request: Request) -> bytes:
         raise HTTPException(413)
     try:
         return await asyncio.wait_for(_read_limited(request), BODY_SECONDS)
-    except (asyncio.TimeoutError, ClientDisconnect):
+    except (TimeoutError, ClientDisconnect):
         raise HTTPException(408) from None
 
 

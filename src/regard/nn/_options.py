@@ -12,6 +12,7 @@ from .. import packing
 from .._tools.arguments import describe
 from ..masks import Mask
 from ..positions import Positions
+from ._padding import finite_padding
 
 
 class Memory(NamedTuple):
@@ -80,6 +81,15 @@ class LayerOptions(NamedTuple):
         """Returns the option `mask`. A tensor (B, Lq, Lk) becomes (B, 1, Lq, Lk)."""
         is_3d = isinstance(self.mask, Tensor) and self.mask.dim() == 3
         return self.mask.unsqueeze(1) if is_3d else self.mask  # type: ignore[union-attr]
+
+    def finite(self, keys: Tensor, mask: Mask | None) -> Tensor:
+        """Returns the tokens of the keys with zeros in padding that has NaN or Inf.
+
+        Padding is what `lengths` and the masks of the call and of the layer declare. With a cache,
+        masks are about the cached tokens, and packed tokens have no padding.
+        """
+        masks = (self.mask, mask) if self.cache is None and self.cu_seqlens is None else ()
+        return finite_padding(keys, self.lengths, *masks)
 
     def token_positions(self, L: int) -> Positions:
         """Returns the option `positions`, or the default positions of L tokens if it is None."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._tools.arguments import describe, readable
 from ..masks import Arguments, Causal, Dense, Mask, Not, Prefix, from_mha, to_hf_4d
 from ..masks._both import both
+from ._padding import declared_padding
 
 UNMASKED = Arguments()
 TorchMask = Tensor | Mask | None
@@ -41,6 +42,18 @@ def arguments(
         padding_mask = _extended(_as_bool(padding_mask), extra)
     converted = from_mha(attn_mask, padding_mask, heads=q.shape[1])
     return Arguments(both(_causal(Lk, extra), converted.mask), converted.bias, 0) if is_causal else converted
+
+
+def padding_of_keys(keys: Tensor, padding_mask: TorchMask, attn_mask: TorchMask) -> Tensor | None:
+    """Returns which tokens of the keys (B, Lk, E) are padding, bool (B, Lk), or None.
+
+    PyTorch's `key_padding_mask` declares padding with True or -inf, a `Mask` with `Lengths`.
+    """
+    padding = declared_padding(keys, None, padding_mask, attn_mask)
+    if isinstance(padding_mask, Tensor) and padding_mask.shape == keys.shape[:2]:
+        ignored = padding_mask if padding_mask.dtype == torch.bool else padding_mask == -torch.inf
+        padding = ignored if padding is None else padding | ignored
+    return None if padding is None else padding.expand(keys.shape[:2])
 
 
 def _separated(*given: TorchMask) -> tuple[Mask | None, list[Tensor | None]]:

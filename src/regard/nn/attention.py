@@ -157,6 +157,7 @@ class Attention(AttentionLayer, GroupedHeads):
             output = partial(self.forward, x, context, value, **options._asdict())
             return with_weights(output, cu_seqlens, context_cu_seqlens)
         self._check(x, context, value, options)
+        x, context, value = self._finite(x, context, value, options)
         q, k, v = self._projected(x, context, value)
         at = options.token_positions(x.shape[-2]) if isinstance(self.position, Rotary) else 0
         q, k = self._normed_and_rotated(q, k, at)
@@ -201,6 +202,16 @@ class Attention(AttentionLayer, GroupedHeads):
                 )
         weight, sizes = self.projections[0].weight, (self.kv_heads, self.head_dim, self.value_dim)
         return KVCache(B, *sizes, capacity=capacity, dtype=weight.dtype, device=weight.device)
+
+    def _finite(
+        self, x: Tensor, context: Context, value: Tensor | None, options: LayerOptions
+    ) -> tuple[Tensor, Context, Tensor | None]:
+        """Replaces padding that has NaN or Inf by zeros. Returns x, context and value."""
+        if context is None:
+            return options.finite(x, self.mask), None, None
+        if isinstance(context, Tensor):
+            context = options.finite(context, self.mask)
+        return x, context, None if value is None else options.finite(value, self.mask)
 
     def _projected(self, x: Tensor, context: Context, value: Tensor | None = None) -> QKV:
         """Projects x to q (..., Hq, L, D), and the context (default: x) to k and v.

@@ -15,6 +15,7 @@ from .._tools.arguments import count, describe, is_integer
 from ..masks import Blocks, Lengths, Mask, Prefix
 from ..masks._both import both
 from ._lengths import checked_lengths
+from ._padding import finite_padding
 from ._projected import Projected
 
 
@@ -111,6 +112,7 @@ class BigBirdAttention(Projected):
             (B, L, d_model). With `global_x`, a pair: (B, L, d_model) and (B, G, d_model).
         """
         self._check(x)
+        x = finite_padding(x, lengths)
         if global_x is None:
             return self._output(self.attend(*self._projected(x), lengths=lengths, table=table))
         lengths = checked_lengths(lengths, x, 1)

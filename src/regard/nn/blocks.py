@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -147,7 +146,8 @@ class Stack(CheckedModule):
         expected = f"a list with one cache for each of {len(self.blocks)} blocks, as from new_caches(B)"
         if not (caches is None or isinstance(caches, Sequence)):
             raise TypeError(f"caches: expected {expected}, got one {type(caches).__name__}")
-        if caches is not None and any(a is b is not None for a, b in itertools.pairwise(caches)):
+        given = [] if caches is None else [id(cache) for cache in caches if cache is not None]
+        if len(set(given)) < len(given):
             raise ValueError(f"caches: expected {expected}, got the same cache more than once")
         return self._by_block("caches", caches)
 

@@ -166,7 +166,7 @@ class LatentAttention(AttentionLayer):
             keywords = {name: value for name, value in options._asdict().items() if value is not None}
             return with_weights(partial(self.forward, x, absorb=absorb, **keywords), cu_seqlens, None)
         self._check(x, options)
-        L = x.shape[-2]
+        x, L = options.finite(x, self.mask), x.shape[-2]
         if absorb is None:
             ways = self.operations(L, L if cache is None else L + len(cache))
             absorb = ways.absorbed < ways.expanded

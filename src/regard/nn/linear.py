@@ -14,6 +14,7 @@ from .._api.linear_attention import FeatureMap, feature_map_of, linear_attention
 from .._tools.arguments import count, describe
 from ..cache import LinearCache
 from ._options import is_nested
+from ._padding import finite_padding
 from ._sizes import GroupedHeads, join_heads, split_heads
 
 Decay = Literal["head", "token"]
@@ -99,6 +100,7 @@ class LinearAttention(GroupedHeads):
                 causal=True.
         """
         self._check(x, cache)
+        x = finite_padding(x, lengths)
         q, k, v = self.qkv(x).split(self._widths, -1)
         q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         options: dict[str, Any] = {

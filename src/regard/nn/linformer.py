@@ -14,6 +14,7 @@ from ..masks import Mask
 from ._lengths import checked_lengths, real_tokens
 from ._module import CheckedModule
 from ._options import CacheLike
+from ._padding import finite_padding
 from ._projected import Projected
 
 Sharing = Literal["none", "heads", "key-value"]
@@ -118,6 +119,10 @@ class LinformerAttention(Projected):
         _refuse("cache", cache)
         self._check(x)
         self._check(x if context is None else context, "context")
+        if context is None:
+            x = finite_padding(x, lengths)
+        else:
+            context = finite_padding(context, lengths)
         return self._output(self.attend(*self._projected(x, context), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from ..masks import Dense, Documents, Global, Lengths, Mask, Not, PerHead, longf
 from ..masks._both import both
 from ..masks._patterns import distances
 from ._lengths import checked_lengths
+from ._padding import finite_padding
 from ._projected import Projected
 from ._sizes import split_heads
 
@@ -100,6 +101,7 @@ class LongformerAttention(Projected):
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
         """
         self._check(x)
+        x = finite_padding(x, lengths)
         qkv = self._projected(x)
         chosen, padding = _globals_and_padding(qkv[0], global_tokens, lengths)
         out = self._local(qkv, chosen, padding)

@@ -18,7 +18,8 @@ from ._lengths import real_tokens
 from ._module import CheckedModule
 from ._nested import PackedTokens, packed_tokens
 from ._options import is_nested
-from ._torch_masks import arguments
+from ._padding import finite_where
+from ._torch_masks import TorchMask, arguments, padding_of_keys
 from ._weights import attend_with_weights, dense_weights
 
 
@@ -88,6 +89,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             query, key, value = _unsqueezed(query, key, value, self._batch)
             if isinstance(key_padding_mask, Tensor):
                 key_padding_mask = key_padding_mask.unsqueeze(0)
+        query, key, value = self._finite(query, key, value, key_padding_mask, attn_mask)
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, extra = self._with_extra_keys(k, v)
         options = arguments(attn_mask, key_padding_mask, is_causal, q, k.shape[2] - extra, extra)
@@ -105,6 +107,24 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
     def _batch(self) -> int:
         """The index of the batch dimension."""
         return 0 if self.batch_first else 1
+
+    def _finite(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: TorchMask, attn_mask: TorchMask
+    ) -> QKV:
+        """Replaces padding that has NaN or Inf by zeros, for the gradients of the weights.
+
+        The queries of self-attention are the keys, and have the same padding. Arguments that are the
+        same tensor stay the same tensor.
+        """
+        padding = padding_of_keys(
+            key if self.batch_first else key.transpose(0, 1), key_padding_mask, attn_mask
+        )
+        if padding is None:
+            return query, key, value
+        padding = padding if self.batch_first else padding.mT
+        k = finite_where(padding, key)
+        v = k if value is key else finite_where(padding, value)
+        return k if query is key else query, k, v
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         """Returns q, k, v (..., H, D).

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._padding import finite_padding
+
 Norm = Callable[[int], nn.Module]
 
 
@@ -40,6 +42,7 @@ class PreNorm(Residual):
         The output has x's shape. Other arguments go to the sublayer. If the sublayer returns
         (output, weights), as with `return_weights=True`, so does this module.
         """
+        x = _finite(x, args, options)
         result = self.sublayer(self.norm(x), *args, **options)
         return _on_output(result, lambda output: x + self.dropout(output))
 
@@ -57,6 +60,7 @@ class PostNorm(Residual):
         The output has x's shape. Other arguments go to the sublayer. If the sublayer returns
         (output, weights), as with `return_weights=True`, so does this module.
         """
+        x = _finite(x, args, options)
         result = self.sublayer(x, *args, **options)
         return _on_output(result, lambda output: self.norm(x + self.dropout(output)))
 
@@ -64,3 +68,16 @@ class PostNorm(Residual):
 def _on_output(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Applies `function` to a sublayer's output, the first entry if the result is a tuple."""
     return (function(result[0]), *result[1:]) if isinstance(result, tuple) else function(result)
+
+
+def _finite(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """Replaces padding that has NaN or Inf by zeros, if the sublayer's arguments declare padding of x.
+
+    With a context, a cache or cu_seqlens, a mask is not about the tokens of x.
+    """
+    about_x = not any(arg is not None for arg in args)
+    is_self = about_x and all(options.get(name) is None for name in ("context", "cache", "cu_seqlens"))
+    lengths = options.get("lengths") if about_x else None
+    if x.is_nested or (lengths is None and not is_self):
+        return x
+    return finite_padding(x, lengths, options.get("mask") if is_self else None)

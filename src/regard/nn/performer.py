@@ -16,6 +16,7 @@ from .._api.linear_attention import linear_attention
 from .._tools.arguments import count, describe, number
 from ..features import generalized_features, orthogonal_gaussian, positive_exponents
 from ._lengths import checked_lengths, real_tokens
+from ._padding import finite_padding
 from ._projected import Projected
 
 CHUNK = 1024  # tokens per chunk; only one chunk's features are in memory
@@ -81,7 +82,7 @@ class PerformerAttention(Projected):
         self._check(x)
         if self.training and self.redraw_every is not None and not self.schedule.is_meta:
             self._count_call(self.redraw_every)
-        return self._output(self.attend(*self._projected(x), lengths=lengths))
+        return self._output(self.attend(*self._projected(finite_padding(x, lengths)), lengths=lengths))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None) -> Tensor:
         """Computes attention without projections.

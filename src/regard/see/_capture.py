@@ -81,11 +81,15 @@ def read(model: Any, tokenizer: Any, text: str, *, want: Sequence[facts.Fact] = 
 
 
 def record(
-    q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, name: str = "attention",
-    want: Sequence[facts.Fact] = (), **options: Any,
+    q: Tensor, k: Tensor, tokens: _tokens.Texts | None = None, *, key_tokens: _tokens.Texts | None = None,
+    name: str = "attention", want: Sequence[facts.Fact] = (), **options: Any,
 ) -> Layer:  # fmt: skip
-    """Returns the recording of one call `attention(q, k, v, **options)`, with q and k stored."""
-    return Recorder(_tokens.samples(tokens), want, True).layer(name, q, k, options)
+    """Returns the recording of one call `attention(q, k, v, **options)`, with q and k stored.
+
+    `key_tokens` are the tokens of the keys, if they are other tokens than those of the queries.
+    """
+    texts, of_keys = _tokens.samples(tokens), _tokens.samples(key_tokens, "key_tokens")
+    return Recorder(texts, want, True, of_keys).layer(name, q, k, options)
 
 
 class Capture:
@@ -159,7 +163,7 @@ class Capture:
         for layer in self:
             if layer.q is None:
                 raise ValueError('rollout: expected capture(model, keep="qk"), got layers without q and k')
-            if layer.shape[2] != layer.shape[3]:
+            if layer.shape[2] != layer.shape[3] or layer.key_tokens is not None:
                 raise ValueError(f"rollout: expected self-attention in every layer, got {layer!r}")
         calls: list[Any] = [(layer.q, layer.k, layer.options) for layer in self]
         texts = self[0].texts(sample)
@@ -207,11 +211,15 @@ class Capture:
                 f"Transformers, got none from {type(self._model).__name__}"
             )
         tokens = self._recorder.tokens
+        keys, first = self._recorder.key_tokens, self.layers[0]
         if tokens is not None and self._tokenizer is None and all(layer.tokens is None for layer in self):
             raise ValueError(
-                f"tokens: expected one string for each token of {self.layers[0]!r}, "
-                f"got lengths {list(map(len, tokens))}; special tokens count"
+                f"tokens: expected one string for each token of {first!r}, got lengths "
+                f"{list(map(len, tokens))}; special tokens count, and other tokens of keys go to key_tokens"
             )
+        if keys is not None and all(layer.key_tokens is None for layer in self):
+            got = f"lengths {list(map(len, keys))}"
+            raise ValueError(f"key_tokens: expected one string for each key of {first!r}, got {got}")
 
     def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         """Adds hooks to `module` that keep the list of running modules in `_names`.
@@ -253,10 +261,12 @@ class Capture:
 class Recorder:
     """Builds a `Layer` from the arguments of each attention call and keeps the layers."""
 
-    def __init__(self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool) -> None:
+    def __init__(
+        self, tokens: Tokens | None, want: Sequence[facts.Fact], keep: bool, key_tokens: Tokens | None = None
+    ) -> None:
         self.want, self.keep = tuple(dict.fromkeys((*WANTED, *want))), keep
         self.layers: list[Layer] = []
-        self.tokens = tokens
+        self.tokens, self.key_tokens = tokens, key_tokens  # key_tokens: None if they are the queries'
         self.length = 0 if tokens is None else max(map(len, tokens))  # tokens per sample, with padding
 
     @torch.no_grad()
@@ -268,7 +278,7 @@ class Recorder:
             raise ValueError(f"capture: expected queries with at most one batch dim, got {describe(q)}")
         B, Hq, Lq, _ = q.shape
         Lk, offset = k.shape[2], options.get("offset")
-        tokens = self._tokens(B, Lq, Lk)
+        tokens, key_tokens = self._tokens(B, Lq, Lk), self._tokens_of_keys(B, Lk)
         options = self._without_padding(options, tokens, q, Lk)
         results = evidence(q, k, None, *self.want, **options)
         inputs: dict[str, Any] = {}
@@ -278,22 +288,34 @@ class Recorder:
         return Layer(
             name, len(self.layers), (B, Hq, Lq, Lk), Lk - Lq if offset is None else offset,
             dict(zip(self.want, on_cpu(results), strict=True)),
-            of_tokens(q, k, options, tokens), tokens, **inputs,
+            of_tokens(q, k, options, None if key_tokens else tokens), tokens, key_tokens, **inputs,
         )  # fmt: skip
 
     def _tokens(self, B: int, Lq: int, Lk: int) -> Tokens | None:
-        """Returns the tokens of all samples if the call is self-attention over them, else None."""
-        return self.tokens if self.tokens and Lq == Lk == self.length and len(self.tokens) == B else None
+        """Returns the tokens of all samples if they are the tokens of the call's queries, else None.
+
+        Without `key_tokens`, the call must be self-attention over the tokens.
+        """
+        fits = Lq == self.length and (self.key_tokens is not None or Lq == Lk)
+        return self.tokens if self.tokens and fits and len(self.tokens) == B else None
+
+    def _tokens_of_keys(self, B: int, Lk: int) -> Tokens | None:
+        fits = self.key_tokens is not None and (max(map(len, self.key_tokens)), len(self.key_tokens)) == (
+            Lk,
+            B,
+        )
+        return self.key_tokens if fits else None
 
     def _without_padding(
         self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int
     ) -> dict[str, Any]:
         """Returns options whose mask excludes padded queries, so that facts ignore them."""
-        if tokens is None or all(len(sample) == Lk for sample in tokens):
+        Lq = q.shape[2]
+        if tokens is None or all(len(sample) == Lq for sample in tokens):
             return options
-        ids = [[-(i >= len(sample)) for i in range(Lk)] for sample in tokens]  # 0, or -1 for padding
+        ids = [[-(i >= len(sample)) for i in range(Lq)] for sample in tokens]  # 0, or -1 for padding
         queries = torch.tensor(ids, device=q.device)
-        real_rows = Documents(queries, torch.zeros_like(queries))
+        real_rows = Documents(queries, queries.new_zeros(len(tokens), Lk))
         return options | {"mask": both(real_rows, options.get("mask"))}
 
 

@@ -14,7 +14,7 @@ from . import _tokens
 from ._layer import Head
 from ._maps import check_recorded
 from ._style import Drawing, Path, colormap
-from ._weights import head_of, recording
+from ._weights import Labels, head_of, recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,23 +27,24 @@ class Share(NamedTuple):
 
     row: Tensor  # (L,), the contributions
     texts: Sequence[str]
-    position: int  # the position of the token that receives the contributions
+    position: int  # of the token that receives the contributions, or -1 if it is none of these
     unit: str
 
 
 def token(
-    weights: Any, token: int | str, tokens: _tokens.Texts | None = None, *, layer: int | str | None = None,
-    head: int | None = None, sample: int = 0, title: str | None = None, ax: Any = None, dark: bool = False,
-    path: Path = None,
+    weights: Any, token: int | str, tokens: _tokens.Texts | None = None, *,
+    key_tokens: _tokens.Texts | None = None, layer: int | str | None = None, head: int | None = None,
+    sample: int = 0, title: str | None = None, ax: Any = None, dark: bool = False, path: Path = None,
 ) -> Figure:  # fmt: skip
     """Draws the weights of one query as bars, one per key.
 
     With more than 40 keys, draws only the 40 keys with the largest weights. `token` is the query:
     its index, or its text if it occurs once. The other arguments are those of `heatmap`.
     """
-    shown = head_of(weights, tokens, layer, head, sample)
+    shown = head_of(weights, Labels(tokens, key_tokens), layer, head, sample)
     at = _tokens.find(shown.tokens, token)
-    share = Share(shown.row(at), shown.key_tokens, shown.layer.start(shown.sample) + at, "weight")
+    own = -1 if shown.layer.key_tokens is not None else shown.layer.start(shown.sample) + at
+    share = Share(shown.row(at), shown.key_tokens, own, "weight")
     drawing, below = _bars(share, dark, ax, path)
     text = f"What “{_tokens.label(shown.tokens[at])}” attends to"
     drawing.title(title, text, f"{shown.title}, query {at}: exact weights{below}")

@@ -55,6 +55,7 @@ class Layer:
     found: dict[Any, Any]  # fact -> its result
     pairs: dict[str, tuple[Tensor, Tensor]]  # "duplicate", "induction" -> scores and query counts (B, Hq)
     tokens: tuple[tuple[str, ...], ...] | None = None  # one tuple per sample; None if tokens are unknown
+    key_tokens: tuple[tuple[str, ...], ...] | None = None  # of the keys, if they are other tokens
     q: Tensor | None = None  # (B, Hq, Lq, D)
     k: Tensor | None = None  # (B, Hkv, Lk, D)
     options: dict[str, Any] = field(default_factory=dict)  # options of the call
@@ -103,7 +104,7 @@ class Layer:
 
     def texts(self, sample: int = 0) -> tuple[str, ...]:
         """Returns the tokens of a sample's queries, or positions if the tokens are unknown."""
-        return self._texts(sample, self.start(sample), self.shape[2])
+        return _texts(self.tokens, sample, self.start(sample), self.shape[2])
 
     def start(self, sample: int = 0) -> int:
         """Returns the position of query 0 in a sample."""
@@ -113,10 +114,12 @@ class Layer:
 
     def key_texts(self, sample: int = 0) -> tuple[str, ...]:
         """Returns the tokens of a sample's keys, or their positions if the tokens are unknown."""
-        return self._texts(sample, 0, self.shape[3])
+        return _texts(self._of_keys, sample, 0, self.shape[3])
 
-    def _texts(self, sample: int, first: int, n: int) -> tuple[str, ...]:
-        return tuple(map(str, range(first, first + n))) if self.tokens is None else self.tokens[sample]
+    @property
+    def _of_keys(self) -> tuple[tuple[str, ...], ...] | None:
+        """The tokens of the keys, which are those of the queries in self-attention."""
+        return self.tokens if self.key_tokens is None else self.key_tokens
 
     def roles(self, sample: int = 0) -> list[dict[str, Role]]:
         """Returns one dict per head, from role names to scores. docs/seeing.md lists the roles."""
@@ -131,6 +134,12 @@ class Layer:
 
     def _repr_html_(self) -> str:
         return _html.layer(self)
+
+
+def _texts(
+    tokens: tuple[tuple[str, ...], ...] | None, sample: int, first: int, n: int
+) -> tuple[str, ...]:  # fmt: skip
+    return tuple(map(str, range(first, first + n))) if tokens is None else tokens[sample]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

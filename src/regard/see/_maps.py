@@ -19,7 +19,7 @@ from ._layer import Head, Layer
 from ._roles import named
 from ._style import ROLE_COLOURS, Drawing, Path, colormap
 from ._tokens import Texts
-from ._weights import head_of, recording
+from ._weights import Labels, head_of, recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,9 +49,9 @@ class Cells(NamedTuple):
 
 
 def heatmap(
-    weights: Any, tokens: Texts | None = None, *, layer: int | str | None = None, head: int | None = None,
-    sample: int = 0, vmax: float = 1.0, limit: int = 512, title: str | None = None, ax: Any = None,
-    dark: bool = False, path: Path = None,
+    weights: Any, tokens: Texts | None = None, *, key_tokens: Texts | None = None,
+    layer: int | str | None = None, head: int | None = None, sample: int = 0, vmax: float = 1.0,
+    limit: int = 512, title: str | None = None, ax: Any = None, dark: bool = False, path: Path = None,
 ) -> Figure:  # fmt: skip
     """Draws the weights of one head: a row for each query, a column for each key.
 
@@ -63,6 +63,8 @@ def heatmap(
             `outputs.attentions` of Transformers.
         tokens: L strings, or one list of strings per sample, if `weights` is not a recording.
             Default: positions.
+        key_tokens: the tokens of the keys, if they are other tokens than those of the queries, as
+            in cross-attention with weights (B, H, Lq, Lk). Default: `tokens`.
         layer, head: which layer and head, if there are several.
         sample: which sample of a batch.
         vmax: the weight at the end of the colour scale.
@@ -80,7 +82,7 @@ def heatmap(
         >>> see.heatmap(outputs.attentions, tokens, layer=2, head=7)
     """
     count("limit", limit, 1)
-    shown = head_of(weights, tokens, layer, head, sample)
+    shown = head_of(weights, Labels(tokens, key_tokens), layer, head, sample)
     cells = _cells(shown, limit)
     nq, nk = len(shown.tokens), len(shown.key_tokens)
     side = 5.2 if cells.block > 1 else min(7.2, max(3.0, 0.32 * max(nq, nk)))
@@ -96,14 +98,14 @@ def heatmap(
 
 
 def grid(
-    seen: Any, tokens: Texts | None = None, *, sample: int = 0, vmax: float = 1.0, title: str | None = None,
-    ax: Any = None, dark: bool = False, path: Path = None,
+    seen: Any, tokens: Texts | None = None, *, key_tokens: Texts | None = None, sample: int = 0,
+    vmax: float = 1.0, title: str | None = None, ax: Any = None, dark: bool = False, path: Path = None,
 ) -> Figure:  # fmt: skip
     """Draws all heads of all layers as thumbnails, each with a frame in the colour of its role.
 
     `seen` is a recording, or weights as in `heatmap`. The other arguments are those of `heatmap`.
     """
-    seen = recording(seen, tokens)
+    seen = recording(seen, tokens, key_tokens)
     columns = max(layer.heads for layer in check_recorded("grid", seen))
     drawing = Drawing(max(4.4, 0.86 * columns + 0.7), 0.98 * len(seen) + 0.9, dark, ax, path)
     axes, used = drawing.axes, set()

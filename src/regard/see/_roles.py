@@ -153,7 +153,7 @@ def _sinks(layer: Layer, sample: int, n: int) -> tuple[Tensor, Tensor]:
     the most mass of all keys, whether it is a sink or not.
     """
     mass = layer.fact(facts.ColumnMass())[sample, :, : len(layer.key_texts(sample))]
-    chosen = [0] if layer.tokens is None else _tokens.delimiters(layer.tokens[sample])
+    chosen = [0] if layer._of_keys is None else _tokens.delimiters(layer._of_keys[sample])
     return mass[:, chosen].sum(-1) / max(1, n), mass.argmax(-1)
 
 

@@ -20,18 +20,18 @@ JOINERS = "\u200c\u200d"  # in emoji and in words of several scripts
 Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
-def samples(tokens: Texts | None) -> tuple[tuple[str, ...], ...] | None:
-    """Returns the tokens as one tuple per sample. A list of strings is one sample."""
+def samples(tokens: Texts | None, name: str = "tokens") -> tuple[tuple[str, ...], ...] | None:
+    """Returns the argument `tokens` as one tuple per sample. A list of strings is one sample."""
     if tokens is None:
         return None
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
-        raise TypeError(f"tokens: expected a list of strings, or one for each sample, got {describe(tokens)}")
+        raise TypeError(f"{name}: expected a list of strings, or one for each sample, got {describe(tokens)}")
     batch = (tokens,) if isinstance(tokens[0], str) else tokens
     for sample in batch:
         wrong = [token for token in sample if not isinstance(token, str)]
         if isinstance(sample, str) or wrong or not sample:
             raise TypeError(
-                f"tokens: expected strings, at least one in a sample, got {describe(wrong or sample)}"
+                f"{name}: expected strings, at least one in a sample, got {describe(wrong or sample)}"
             )
     return tuple(tuple(map(str, sample)) for sample in batch)
 

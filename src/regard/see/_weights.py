@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,16 @@ TAKEN = (
 )
 
 
-def from_weights(weights: Any, tokens: _tokens.Texts | None = None) -> Capture:
+class Labels(NamedTuple):
+    """The tokens of queries and keys that a picture was given."""
+
+    tokens: _tokens.Texts | None = None
+    key_tokens: _tokens.Texts | None = None
+
+
+def from_weights(
+    weights: Any, tokens: _tokens.Texts | None = None, *, key_tokens: _tokens.Texts | None = None
+) -> Capture:  # fmt: skip
     """Returns a recording of given attention weights.
 
     Args:
@@ -29,15 +38,19 @@ def from_weights(weights: Any, tokens: _tokens.Texts | None = None) -> Capture:
             `outputs.attentions` of Transformers.
         tokens: a list of L strings, for all samples of the batch, or one list per sample. Default:
             positions.
+        key_tokens: the tokens of the keys, if they are other tokens than those of the queries, as
+            in cross-attention with weights (B, H, Lq, Lk). Default: `tokens`.
 
     Example:
         >>> outputs = model(**inputs, output_attentions=True)
         >>> see.from_weights(outputs.attentions, tokens)[2, 7].role
     """
-    layers, texts = [_checked(layer) for layer in _listed(weights)], _tokens.samples(tokens)
-    if texts is not None and len(texts) == 1:
-        texts *= len(layers[0])
-    recorder = Recorder(texts, (), True)
+    layers = [_checked(layer) for layer in _listed(weights)]
+    texts, of_keys = (
+        given * len(layers[0]) if given is not None and len(given) == 1 else given
+        for given in (_tokens.samples(tokens), _tokens.samples(key_tokens, "key_tokens"))
+    )
+    recorder = Recorder(texts, (), True, of_keys)
     for layer in layers:
         recorder.layers.append(_recorded(recorder, layer))
     seen = Capture(nn.Module(), recorder, None)
@@ -45,31 +58,33 @@ def from_weights(weights: Any, tokens: _tokens.Texts | None = None) -> Capture:
     return seen
 
 
-def recording(seen: Any, tokens: _tokens.Texts | None) -> Capture:
+def recording(
+    seen: Any, tokens: _tokens.Texts | None, key_tokens: _tokens.Texts | None = None
+) -> Capture:  # fmt: skip
     """Returns `seen` if it is a recording already. Converts weights to a recording."""
     if isinstance(seen, Capture):
-        _unused(seen, tokens=tokens)
+        _unused(seen, tokens=tokens, key_tokens=key_tokens)
         return seen
-    return from_weights(seen, tokens)
+    return from_weights(seen, tokens, key_tokens=key_tokens)
 
 
 def head_of(
-    weights: Any, tokens: _tokens.Texts | None, layer: int | str | None, head: int | None, sample: int
-) -> Head:
+    weights: Any, labels: Labels, layer: int | str | None, head: int | None, sample: int
+) -> Head:  # fmt: skip
     """Returns one head of a recording, or of given weights, of which only this layer is recorded."""
     if isinstance(weights, Head):
-        _unused(weights, tokens=tokens, layer=layer, head=head)
+        _unused(weights, **labels._asdict(), layer=layer, head=head)
         return weights
     if isinstance(weights, Layer):
-        _unused(weights, tokens=tokens, layer=layer)
+        _unused(weights, **labels._asdict(), layer=layer)
         return weights.head(_only("head", head, weights.heads), sample)
     if isinstance(weights, Capture):
-        _unused(weights, tokens=tokens)
-        return head_of(weights[_only("layer", layer, len(weights))], None, None, head, sample)
+        _unused(weights, **labels._asdict())
+        return head_of(weights[_only("layer", layer, len(weights))], Labels(), None, head, sample)
     layers = _listed(weights)
     index = _only("layer", layer, len(layers))
-    (recorded,) = from_weights(layers[index : index + 1], tokens)
-    return head_of(replace(recorded, index=index), None, None, head, sample)
+    (recorded,) = from_weights(layers[index : index + 1], labels.tokens, key_tokens=labels.key_tokens)
+    return head_of(replace(recorded, index=index), Labels(), None, head, sample)
 
 
 def _only(name: str, value: Any, size: int) -> Any:
