@@ -116,9 +116,9 @@ def test_answers(name: str, word: str, message: str) -> None:
 
 
 def test_a_name_of_another_library_is_named_before_the_argument_that_it_replaces() -> None:
-    with pytest.raises(TypeError, match="^num_heads: write heads=$"):
+    with pytest.raises(TypeError, match=r"^num_heads: write heads=$"):
         nn.Attention(8, num_heads=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="^embed_dim: write d_model=$"):
+    with pytest.raises(TypeError, match=r"^embed_dim: write d_model=$"):
         nn.LatentAttention(embed_dim=8, num_heads=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'heads'"):
         nn.Attention(8)  # type: ignore[call-arg]

@@ -494,7 +494,7 @@ def _check_matrix(
     if not exact or not broadcasts(shape[-3:], (heads, rows, columns)) or not sizes.batch_fits(shape[:-3]):
         target = f"(batch {sizes.batch}, Hq = {sizes.heads}, {rows}, {columns})"
         hint = "the third dim from the right is the heads, batch dims come before it"
-        if shape == (*sizes.batch, sizes.Lk):
+        if sizes.batch is not None and shape == (*sizes.batch, sizes.Lk):
             hint = f"write masks.padding({name}) if a row says which keys of a sample are real"
         raise ValueError(
             f"{name}: expected a shape broadcastable to {target} for Lq = {sizes.Lq}, Lk = {sizes.Lk}, got "

@@ -80,6 +80,7 @@ class LatentAttention(AttentionLayer):
         scale: scale of the scores. Default: 1 / sqrt(nope_dim + rope_dim), with DeepSeek's
             correction if `position` has YaRN with `mscale_all_dim`.
         dropout: dropout probability of the attention weights in training.
+        device, dtype: device and dtype of the parameters. Default: PyTorch's defaults.
 
     Example:
         >>> sizes = {"rank": 512, "nope_dim": 128, "rope_dim": 64}
