@@ -12,7 +12,7 @@ out = regard.attention(q, k, v, mask=M.Causal())
 print("causal           ", tuple(out.shape))
 
 lengths = torch.tensor([1024, 700])
-mask = M.sliding(256) & M.Lengths(lengths) | M.Prefix(4)
+mask = M.sliding(256) & M.Lengths(lengths)  # a window of 256 keys, and padding
 out, lse = regard.attention(q, k, v, mask=mask, softcap=30.0, dropout=0.1, return_lse=True)
 print("with many options", tuple(out.shape), tuple(lse.shape))
 

@@ -1,7 +1,19 @@
 """Regard: attention for PyTorch. `regard.attention` computes every exact variant with one call.
 
-Start with `help(regard.attention)`. Its masks are in `regard.masks`, biases in `regard.scores`,
-caches for decoding in `regard.cache`, and modules in `regard.nn`.
+Begin with `help(regard.attention)`, or with the code that you have:
+
+- one call: `regard.attention(q, k, v, mask=regard.masks.Causal())` for q (B, Hq, Lq, D). Masks are in
+  `regard.masks`, biases in `regard.scores`, packed sequences in `regard.packing`.
+- a model to build: `regard.nn` has attention modules, blocks and stacks, `regard.positions` rotary
+  positions, `regard.cache` KV caches for decoding.
+- a model that exists: `with regard.convert.sdpa():` runs PyTorch's function on Regard, `import regard.hf`
+  adds `attn_implementation="regard"` to Transformers, `regard.compat` has the functions of flash-attn,
+  xFormers and FlexAttention.
+- a question about attention: `regard.see` draws weights, `regard.evidence` computes statistics of them,
+  `regard.cost` counts FLOPs and bytes, `regard.plan` says which kernel runs.
+
+examples/first_hour.py does fourteen everyday tasks, each in at most ten lines. docs/README.md lists the
+pages by task. The command `regard --help` lists the commands.
 
 Names are imported when they are first used, so that `import regard` does not import torch.
 """

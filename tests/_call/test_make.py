@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pickle
 import random
@@ -354,6 +355,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": masks.Window}, TypeError, r"mask: .*got the class Window; call it: Window\(\.\.\.\)"),
     ({"mask": masks.Lengths(torch.tensor([1, 2, 3]))}, ValueError, "Lengths"),
     ({"mask": masks.Lengths(torch.tensor([1, LK + 1]))}, ValueError, "expected lengths up to Lk = 7"),
+    (
+        {"mask": torch.ones(B, LK, dtype=torch.bool)},
+        ValueError,
+        r"mask: .* got \(2, 7\); write masks\.padding\(mask\) if a row says which keys of a sample are real$",
+    ),
     ({"offset": True}, TypeError, "offset: expected an int"),
     ({"offset": Q[0, 0, 0].long().numpy()}, TypeError, "offset: expected an int, .* got ndarray"),
     ({"offset": 1.5}, TypeError, "offset: expected an int, .* got float 1.5"),
@@ -412,6 +418,29 @@ def test_messages(change: dict[str, Any], error: type[Exception], message: str) 
     arguments: dict[str, Any] = {"q": Q, "k": K, "v": V} | change
     with pytest.raises(error, match=message):
         regard.attention(**arguments)
+
+
+def test_messages_say_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"; write k\.to\(q\.dtype\)$"):
+        regard.attention(Q, K.double(), V)
+    assert regard.attention(Q, K.double().to(Q.dtype), V).shape == (B, HQ, LQ, DV)
+    with pytest.raises(
+        TypeError, match=r"ndarray of float32 and shape \(2, 3, 7, 13\); write torch\.from_numpy"
+    ):
+        regard.attention(Q, K, V.numpy())
+    ones = torch.ones(LQ, LK)
+    with pytest.raises(TypeError, match=r"mask: .* \(write mask\.bool\(\) if 1 = may attend, or bias= if"):
+        regard.attention(Q, K, V, mask=ones)
+
+
+@pytest.mark.parametrize("fourth", [masks.Causal(), torch.zeros(LQ, LK), None])
+def test_options_by_position_say_what_to_write(fourth: Any) -> None:
+    message = (
+        "attention: expected q, k and v by position, got also .*; write mask= .*, bias= for a float tensor"
+    )
+    with pytest.raises(TypeError, match=message):
+        regard.attention(Q, K, V, fourth)  # type: ignore[call-overload]
+    assert "extra" not in inspect.signature(regard.attention).parameters
 
 
 def test_random_mistakes_raise_only_value_or_type_errors() -> None:

@@ -120,6 +120,15 @@ def test_answers(name: str, word: str, message: str) -> None:
         CALLS[name][1](**{word: None})
 
 
+def test_a_name_of_another_library_is_named_before_the_argument_that_it_replaces() -> None:
+    with pytest.raises(TypeError, match=r"^num_heads: write heads=$"):
+        nn.Attention(8, num_heads=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^embed_dim: write d_model=$"):
+        nn.LatentAttention(embed_dim=8, num_heads=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'heads'"):
+        nn.Attention(8)  # type: ignore[call-arg]
+
+
 def test_an_unknown_word_lists_the_options() -> None:
     message = str(unknown_keyword(regard.weights, ["speed"]))
     assert message.startswith(

@@ -446,6 +446,17 @@ def test_swapped_heads_and_lengths_are_recognised(kind: str) -> None:
         attend(new(kind), *swapped)
 
 
+def test_tokens_of_another_batch_or_of_other_heads_say_which_cache_to_use() -> None:
+    k, v = torch.zeros(3, 2, 5, 8), torch.zeros(3, 2, 5, 8)
+    for wrong, needed in ((C.KVCache(1, 2, 8), "B = 3"), (C.KVCache(1, 4, 8), "B = 3, Hkv = 2")):
+        with pytest.raises(ValueError, match=f"k: expected .* got .*; use a cache with {needed}$"):
+            wrong.append(k, v)
+    with pytest.raises(ValueError, match=r"latent: expected .* got \(3, 4, 8\); use a cache with B = 3$"):
+        C.LatentCache(1, 6, 2).append(torch.zeros(3, 4, 8))
+    with pytest.raises(ValueError, match=r"k: expected .* got \(3, 2, 5, 8\)$"):
+        C.KVCache(3, 2, 16).append(k, v)
+
+
 def _omit_input(cache: Cache) -> None:
     if isinstance(cache, C.LatentCache):
         cache.attend(torch.zeros(2, H, 1, D), scale=1.0, lengths=[1, 1])

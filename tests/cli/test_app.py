@@ -41,6 +41,12 @@ def test_info_is_a_command() -> None:
     assert "native core" in result.output
 
 
+def test_saving_a_page_without_a_text_says_what_to_write(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["explore", "--save", str(tmp_path / "page.html")])
+    assert result.exit_code == 1
+    assert "texts: expected a text to save, as in `regard explore TEXT --save" in result.output
+
+
 def test_missing_typer_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from regard.cli import main; main()"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -935,6 +935,18 @@ def test_a_table_has_the_numbers_of_the_estimates() -> None:
     assert compared.title == "2 x 512 tokens after 100, bfloat16"
 
 
+def test_modules_are_taken_as_their_attention_layers() -> None:
+    attend = regard.nn.Attention(64, 8, kv_heads=2)
+    blocks = regard.nn.Stack([regard.nn.DecoderBlock(64, 8, kv_heads=2) for _ in range(3)])
+    spec = cost.from_module(attend)
+    compared = [cost.table({"a": x}, 100, machine=MACHINE).rows for x in (attend, spec)]
+    assert compared[0] == compared[1]
+    assert cost.estimate(attend, 100) == cost.estimate(spec, 100)
+    assert cost.cache_bytes(blocks, 100, format="float32") == 3 * 100 * 2 * 2 * 8 * 4
+    with pytest.raises(TypeError, match="model: expected a module with attention layers, got Linear"):
+        cost.estimate(torch.nn.Linear(2, 2), 100)
+
+
 @native
 def test_a_table_marks_the_smallest() -> None:
     lines = str(cost.table(HEADS | {"again": HEADS["MHA"]}, 8192, machine=MACHINE)).splitlines()

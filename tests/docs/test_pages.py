@@ -54,6 +54,50 @@ def test_links_resolve(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+def links_of(page: Path) -> set[Path]:
+    """Returns the local files to which a page links."""
+    links = re.findall(r"\]\(([^)\s#]+)", FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {(page.parent / link).resolve() for link in links if not link.startswith("http")}
+
+
+def reachable(page: Path, pages: set[Path]) -> set[Path]:
+    """Returns the pages among `pages` that a reader reaches from `page` by following links."""
+    found, left = set[Path](), [page]
+    while left:
+        page = left.pop()
+        found.add(page)
+        left += (links_of(page) & pages) - found
+    return found
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    pages = {*(ROOT / "docs").rglob("*.md")}
+    assert pages - reachable(ROOT / "docs" / "README.md", pages) == set()
+
+
+def test_a_page_without_a_link_is_not_reachable(tmp_path: Path) -> None:
+    texts = {"a": "[b](b.md#part)", "b": "[c](sub/c.md)", "sub/c": "[a](../a.md)", "d": "[a](a.md)"}
+    (tmp_path / "sub").mkdir()
+    for name, text in texts.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    pages = {*tmp_path.rglob("*.md")}
+    assert pages - reachable(tmp_path / "a.md", pages) == {tmp_path / "d.md"}
+
+
+def test_the_index_by_task_is_at_the_top() -> None:
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| I want to ... | page |")[2].partition("\n\n")[0]
+    assert text.index("| I want to ...") < 100
+    assert 15 <= len(re.findall(r"^\| .+ \| .*\]\(.+\) \|$", table, re.M)) == table.count("\n") - 1 <= 20
+
+
+def test_the_loop_of_generation_has_25_lines() -> None:
+    page = ROOT / "docs" / "generate.md"
+    (_, loop), *_ = blocks(page.read_text(encoding="utf-8"))
+    assert "def generate(" in loop
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 25
+
+
 @pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
 def test_the_index_links_every_page(index: str) -> None:
     page = ROOT / index

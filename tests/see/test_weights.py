@@ -150,6 +150,8 @@ def test_a_wrong_input_is_told_what_is_taken() -> None:
     with pytest.raises(ValueError, match=r"tokens: expected one string for each .* got lengths \[2, 2\]"):
         see.heatmap(LAYERS, WORDS[:2], layer=0, head=0)
 
+    with pytest.raises(TypeError, match=r"tokens: .* tensor .*; write tokenizer\.convert_ids_to_tokens"):
+        see.heatmap(LAYERS, torch.arange(5), layer=0, head=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ax: expected matplotlib axes, got ndarray"):
         see.grid(LAYERS, ax=Figure().subplots(2))
 
@@ -258,5 +260,10 @@ def test_attentions_of_transformers() -> None:
     model = transformers.BertModel(config).eval()
     with torch.no_grad():
         outputs = model(torch.arange(5)[None], output_attentions=True)
+    without = model(torch.arange(5)[None])
+    with pytest.raises(TypeError, match="output_attentions=True"):
+        see.heatmap(without, WORDS, layer=1, head=3)
+    whole = see.heatmap(outputs, WORDS, layer=1, head=3)
+    assert_close(drawn(whole), outputs.attentions[1][0, 3], atol=1e-6)
     figure = see.heatmap(outputs.attentions, WORDS, layer=1, head=3)
     assert_close(drawn(figure), outputs.attentions[1][0, 3], atol=1e-6)

@@ -11,6 +11,7 @@ from .._backends import reference
 from .._backends.dispatch import choose
 from .._call.make import make
 from .._call.spec import Bias, Options, fast_new
+from .._tools.arguments import describe
 from .._tools.listeners import listeners, notify
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
@@ -49,7 +50,7 @@ def attention(
 
 @hide_unknown
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
+    q: Tensor, k: Tensor, v: Tensor, *extra: NoReturn,
     mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
     scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
     dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
@@ -107,6 +108,11 @@ def attention(
     """
     if unknown:
         raise unknown_keyword(attention, unknown)
+    if extra:
+        raise TypeError(
+            f"attention: expected q, k and v by position, got also {describe(extra[0])}; write mask= for a "
+            "mask or a bool tensor, bias= for a float tensor"
+        )
     options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     if type(q) is not Tensor and getattr(q, "is_nested", False):
         return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +80,8 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
     if mask.dtype is torch.bool:
         return Dense.borrow(mask if mask.ndim > 1 else mask.reshape(1, -1))
     is_float = mask.dtype.is_floating_point
-    hint = "numbers to add to the scores go to bias=" if is_float else "convert it: mask.bool()"
+    added = ", or bias= if the numbers are added to the scores" if is_float else ""
+    hint = f"write mask.bool() if 1 = may attend{added}"
     fail(TypeError, "mask", f"a Mask or a bool tensor, True = may attend ({hint})", describe(mask))
 
 
@@ -126,7 +128,8 @@ def as_seed(seed: int | Tensor | None, dropout: float, watched: bool = False) ->
 def check_tensors(qkv: QKV) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
-            fail(TypeError, name, "a torch.Tensor", describe(x))
+            hint = f"; write torch.from_numpy({name})" if isinstance(x, np.ndarray) else ""
+            fail(TypeError, name, "a torch.Tensor", describe(x), hint=hint)
         if x.is_nested or x.layout is not torch.strided:
             nested = "a nested tensor; attention takes q, k and v all nested with layout=torch.jagged"
             fail(TypeError, name, "a dense (strided) tensor", nested if x.is_nested else x.layout)
@@ -136,7 +139,7 @@ def check_tensors(qkv: QKV) -> None:
     q = qkv[0]
     for name, x in zip("kv", qkv[1:], strict=True):
         if x.dtype is not q.dtype:
-            fail(TypeError, name, f"q's dtype {q.dtype}", x.dtype, qkv)
+            fail(TypeError, name, f"q's dtype {q.dtype}", x.dtype, qkv, f"; write {name}.to(q.dtype)")
         _check_device(name, x, qkv)
 
 

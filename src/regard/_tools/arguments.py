@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,16 +23,18 @@ Offset = int | Tensor | None
 
 
 def describe(value: object) -> str:
-    """Describes a value for an error message: dtype and shape of a tensor, else type and repr.
+    """Describes a value for an error message: dtype and shape of a tensor or array, else type and repr.
 
     A class of this package, such as `Causal` without parentheses, is named with the call to write.
     """
     if isinstance(value, Tensor):
         return f"{_dtype(value)} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"ndarray of {value.dtype} and shape {value.shape}"
     if isinstance(value, type) and value.__module__.startswith("regard."):
         arguments = "..." if inspect.signature(value).parameters else ""
         return f"the class {value.__name__}; call it: {value.__name__}({arguments})"
-    return f"{type(value).__name__} {value!r}"[:80]
+    return " ".join(f"{type(value).__name__} {value!r:.200}".split())[:80]
 
 
 def brief(value: object) -> str:

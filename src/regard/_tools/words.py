@@ -1,11 +1,13 @@
 """Keywords of other libraries: the error for such a keyword says what to write in Regard.
 
 A public function takes `**unknown: NoReturn`, raises `unknown_keyword(function, unknown)` if `unknown`
-is not empty, and is decorated with `hide_unknown`.
+is not empty, and is decorated with `hide_unknown`. A constructor with required arguments is decorated
+with `check_keywords` instead.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -104,11 +106,28 @@ WORDS = {
 
 
 def hide_unknown(function: F) -> F:
-    """Removes `**unknown` from the signature that `inspect.signature` and `help` show."""
+    """Removes `*extra` and `**unknown` from the signature that `inspect.signature` and `help` show."""
     signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
+
+
+def check_keywords(init: F) -> F:
+    """Wraps `__init__` so that an unknown keyword is named before a required argument that is missing.
+
+    `Attention(64, num_heads=8)` lacks `heads`, because of the unknown keyword.
+    """
+    hidden = hide_unknown(init)
+    names = inspect.signature(hidden).parameters
+
+    @functools.wraps(init)
+    def checked(*args: Any, **options: Any) -> None:
+        if unknown := [name for name in options if name not in names]:
+            raise unknown_keyword(init, unknown)
+        init(*args, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 def unknown_keyword(function: Callable[..., Any], unknown: Iterable[str]) -> TypeError:

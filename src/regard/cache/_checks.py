@@ -89,9 +89,19 @@ def check_new(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, dev
         raise TypeError(f"{name}: expected a tensor of {dtype}, the dtype of the cache, got {describe(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
-    swapped = x.ndim == len(shape) == 4 and x.shape[2] == shape[1] != x.shape[1]
-    hint = "; is this (B, L, H, D)? transpose(1, 2)" if swapped else ""
-    raise ValueError(f"{name}: expected shape {shape} for this cache, got {tuple(x.shape)}{hint}")
+    got = tuple(x.shape)
+    raise ValueError(f"{name}: expected shape {shape} for this cache, got {got}{_shape_hint(got, shape)}")
+
+
+def _shape_hint(got: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Returns what to do about new tokens of another shape than the cache: transpose, or another cache."""
+    if len(got) != len(shape):
+        return ""
+    if len(shape) == 4 and got[2] == shape[1] != got[1]:
+        return "; is this (B, L, H, D)? transpose(1, 2)"
+    counts = {"B": 0, "Hkv": 1} if len(shape) == 4 else {"B": 0}
+    sizes = [f"{name} = {got[dim]}" for name, dim in counts.items() if got[dim] != shape[dim]]
+    return f"; use a cache with {', '.join(sizes)}" if sizes else ""
 
 
 def check_no_grad(name: str, x: Tensor) -> None:

@@ -31,6 +31,10 @@ def explore(
         if host is not None and not i_know:
             raise ValueError(f"--host {host}: expected --i-know, because the network can reach the page")
         check_output("--save", save)
+        if save is not None and not texts:
+            raise ValueError(
+                f"texts: expected a text to save, as in `regard explore TEXT --save {save}`, got none"
+            )
         quiet_offline()
         from ..explore import text
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from .._call.spec import DTYPES
 from .._tools.arguments import count, describe
@@ -13,8 +14,9 @@ from ..cache import SlidingCache
 from ..cache._retention import LEAST_ROWS
 from ._layers import AttentionSpec, LayerSpec
 from ._model import ModelSpec
+from ._modules import layers_in
 
-What = LayerSpec | ModelSpec | Sequence[LayerSpec]
+What = LayerSpec | ModelSpec | Sequence[LayerSpec] | nn.Module
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def layers_of(what: What) -> tuple[LayerSpec, ...]:
+    """Returns the layer specs of `what`. Of a module, these are its attention layers."""
     if isinstance(what, LayerSpec):
         return (what,)
+    if isinstance(what, nn.Module):
+        return layers_in(what)
     return what.layers if isinstance(what, ModelSpec) else tuple(what)
 
 

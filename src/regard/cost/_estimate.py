@@ -131,8 +131,8 @@ def estimate(
     """Estimates the cost of a forward and a backward pass over `tokens` tokens.
 
     Args:
-        what: a layer spec, several layer specs, or a model spec. `from_module`, `layers_in` and
-            `from_config` return specs.
+        what: a layer spec, several layer specs, a model spec, or a module, whose attention layers
+            are counted. `from_module`, `layers_in` and `from_config` return specs.
         tokens: new tokens per sample.
         past: earlier tokens per sample, stored in a cache.
         B: batch size.

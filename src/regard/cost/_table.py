@@ -55,7 +55,8 @@ def table(
     """Compares the costs of layers or models, in GFLOP, MiB and ms.
 
     Args:
-        specs: column name -> a layer spec, several layer specs, or a model spec.
+        specs: column name -> a layer spec, several layer specs, a model spec, or a module, whose
+            attention layers are counted.
         tokens, past, B, dtype, cache: as in `estimate`.
         machine: the machine for which to predict ms. Default: this machine, which is measured once
             and takes a few seconds. Without the compiled core, there are no ms.

@@ -493,7 +493,10 @@ def _check_matrix(
     heads = (*shape[-3:-2], 1)[0] if sizes.heads is None else sizes.heads
     if not exact or not broadcasts(shape[-3:], (heads, rows, columns)) or not sizes.batch_fits(shape[:-3]):
         target = f"(batch {sizes.batch}, Hq = {sizes.heads}, {rows}, {columns})"
+        hint = "the third dim from the right is the heads, batch dims come before it"
+        if sizes.batch is not None and shape == (*sizes.batch, sizes.Lk):
+            hint = f"write masks.padding({name}) if a row says which keys of a sample are real"
         raise ValueError(
             f"{name}: expected a shape broadcastable to {target} for Lq = {sizes.Lq}, Lk = {sizes.Lk}, got "
-            f"{shape}; the third dim from the right is the heads, batch dims come before it"
+            f"{shape}; {hint}"
         )

@@ -14,7 +14,7 @@ from torch.types import Device
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from .._tools.watching import is_watched
-from .._tools.words import hide_unknown, unknown_keyword
+from .._tools.words import check_keywords, hide_unknown, unknown_keyword
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Mask
 from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
@@ -50,7 +50,8 @@ class Attention(AttentionLayer, GroupedHeads):
         position: a `positions.Rotary`, `positions.AlibiBias` or `positions.Relative`. Layers may
             share one object.
         mask: a mask for every call. Example: `masks.Causal()`.
-        scale, softcap: as in `regard.attention`.
+        scale: multiplies q.k. Default: 1 / sqrt(head_dim).
+        softcap: replaces a score s by softcap * tanh(s / softcap). Default: no softcap.
         sink: if True, the layer learns one sink logit per head: an extra entry of the softmax that
             has no value.
         dropout: dropout probability of the attention weights in training.
@@ -58,6 +59,7 @@ class Attention(AttentionLayer, GroupedHeads):
             the output projection.
         out: if False, there is no output projection. The output is the concatenation of the heads,
             (B, L, heads * value_dim).
+        device, dtype: device and dtype of the parameters. Default: PyTorch's defaults.
 
     Example:
         >>> rotary, causal = regard.positions.Rotary(64), regard.masks.Causal()
@@ -71,7 +73,7 @@ class Attention(AttentionLayer, GroupedHeads):
         "softcap",
     )  # fmt: skip
 
-    @hide_unknown
+    @check_keywords
     def __init__(
         self, d_model: int, heads: int, *, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, kv_model: int | None = None, value_model: int | None = None,
@@ -80,8 +82,6 @@ class Attention(AttentionLayer, GroupedHeads):
         softcap: float | None = None, sink: bool = False, dropout: float = 0.0, gate: bool = False,
         out: bool = True, device: Device = None, dtype: torch.dtype | None = None, **unknown: NoReturn,
     ) -> None:  # fmt: skip
-        if unknown:
-            raise unknown_keyword(Attention.__init__, unknown)
         super().__init__(d_model, heads, kv_heads, head_dim, value_dim)
         self.kv_model = None if kv_model is None else count("kv_model", kv_model, 1)
         self.value_model = None if value_model is None else count("value_model", value_model, 1)

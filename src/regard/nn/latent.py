@@ -14,7 +14,7 @@ from torch.types import Device
 from .._api.attention import attention
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
-from .._tools.words import hide_unknown, unknown_keyword
+from .._tools.words import check_keywords, hide_unknown, unknown_keyword
 from ..cache import LatentCache
 from ..masks import Mask
 from ..masks._both import both
@@ -80,6 +80,7 @@ class LatentAttention(AttentionLayer):
         scale: scale of the scores. Default: 1 / sqrt(nope_dim + rope_dim), with DeepSeek's
             correction if `position` has YaRN with `mscale_all_dim`.
         dropout: dropout probability of the attention weights in training.
+        device, dtype: device and dtype of the parameters. Default: PyTorch's defaults.
 
     Example:
         >>> sizes = {"rank": 512, "nope_dim": 128, "rope_dim": 64}
@@ -91,7 +92,7 @@ class LatentAttention(AttentionLayer):
 
     _shown = ("heads", "rank", "nope_dim", "rope_dim", "value_dim", "q_rank", "scale", "dropout", "mask")
 
-    @hide_unknown
+    @check_keywords
     def __init__(
         self, d_model: int, heads: int, *, rank: int, nope_dim: int, rope_dim: int,
         value_dim: int | None = None, q_rank: int | None = None, bias: bool = False,
@@ -99,8 +100,6 @@ class LatentAttention(AttentionLayer):
         position: Rotary | None = None, mask: Mask | None = None, scale: float | None = None,
         dropout: float = 0.0, device: Device = None, dtype: torch.dtype | None = None, **unknown: NoReturn,
     ) -> None:  # fmt: skip
-        if unknown:
-            raise unknown_keyword(LatentAttention.__init__, unknown)
         super().__init__()
         self.d_model, self.heads = count("d_model", d_model, 1), count("heads", heads, 1)
         self.rank = count("rank", rank, 1)

@@ -60,7 +60,7 @@ def heatmap(
     Args:
         weights: a head of a recording; a recording or one of its layers; a tensor or an array
             (L, L), (H, L, L) or (B, H, L, L); or a sequence with one of them per layer, such as the
-            `outputs.attentions` of Transformers.
+            `outputs.attentions` of Transformers, or `outputs`.
         tokens: L strings, or one list of strings per sample, if `weights` is not a recording.
             Default: positions.
         key_tokens: the tokens of the keys, if they are other tokens than those of the queries, as

@@ -25,7 +25,10 @@ def samples(tokens: Texts | None, name: str = "tokens") -> tuple[tuple[str, ...]
     if tokens is None:
         return None
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
-        raise TypeError(f"{name}: expected a list of strings, or one for each sample, got {describe(tokens)}")
+        hint = "; write tokenizer.convert_ids_to_tokens(ids[0])" if isinstance(tokens, Tensor) else ""
+        raise TypeError(
+            f"{name}: expected a list of strings, or one for each sample, got {describe(tokens)}{hint}"
+        )
     batch = (tokens,) if isinstance(tokens[0], str) else tokens
     for sample in batch:
         wrong = [token for token in sample if not isinstance(token, str)]

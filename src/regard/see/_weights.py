@@ -101,7 +101,8 @@ def _unused(seen: Any, **arguments: Any) -> None:
 
 
 def _listed(weights: Any) -> list[Any]:
-    """Returns a list with the weights of each layer."""
+    """Returns a list with the weights of each layer. The output of a Transformers model has them."""
+    weights = getattr(weights, "attentions", weights)
     if isinstance(weights, list | tuple) and weights:
         return list(weights)
     if not _is_array(weights):
