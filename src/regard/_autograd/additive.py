@@ -76,7 +76,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dweights: Tensor | None) -> tuple[
         grads = _differentiable_gradients(call, ctx.needs_input_grad[:INPUTS], dout, dweights)
     else:
         grads = torch.ops.regard.additive_backward(*call, dout, dweights)
-    code = None if call.code else []  # PyTorch takes an empty list for a list of tensors
+    code: list[None] | None = None if call.code else []  # PyTorch takes an empty list for a list of tensors
     return *grads, None, None, [None] * len(tensors), None, code, None, None
 
 
@@ -85,7 +85,8 @@ def _differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes gradients with differentiable operations, for second derivatives."""
     out, weights = additive.forward(call)
-    inputs = [x for x, w in zip(call[:INPUTS], wanted, strict=True) if w]
+    tensors = call.q, call.k, call.v, call.score
+    inputs = [x for x, w in zip(tensors, wanted, strict=True) if w]
     outputs, dys = [out], [dout]
     if weights is not None and dweights is not None:
         outputs, dys = [out, weights], [dout, dweights]
@@ -108,7 +109,9 @@ def _define(schema: str, kernel: Any, shapes: Any) -> Any:
     return op
 
 
-additive_forward = _define(f"additive_forward({CALL}) -> (Tensor out, Tensor weights)", _forward, _forward_shapes)
+additive_forward = _define(
+    f"additive_forward({CALL}) -> (Tensor out, Tensor weights)", _forward, _forward_shapes
+)
 additive_backward = _define(
     f"additive_backward({CALL}, Tensor dout, Tensor? dweights) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dscore)",

@@ -25,12 +25,12 @@ from .norms import PostNorm, PreNorm
 from .performer import PerformerAttention
 
 __all__ = [
-    "AdditiveAttention", "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention", "CrossAttention",
-    "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward", "Graph",
-    "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention", "LinformerAttention",
-    "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention", "MultiheadAttention",
-    "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention", "SelfAttention", "Stack",
-    "SwiGLU", "block_table",
+    "AdditiveAttention", "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention",
+    "CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward",
+    "Graph", "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention",
+    "LinformerAttention", "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention",
+    "MultiheadAttention", "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention",
+    "SelfAttention", "Stack", "SwiGLU", "block_table",
 ]  # fmt: skip
 
 

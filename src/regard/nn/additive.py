@@ -89,7 +89,8 @@ class AdditiveAttention(ContextInputs):
             raise unknown_keyword(AdditiveAttention.forward, unknown)
         options = LayerOptions(mask)
         self._check(x, context, value, options)
-        k, v = context if isinstance(context, Memory) else self._keys(x if context is None else context, value)
+        source = x if context is None else context
+        k, v = source if isinstance(source, Memory) else self._keys(source, value)
         allowed = both(self.mask, options.sample_mask())
         if lengths is not None:
             allowed = both(allowed, Lengths(_key_lengths(lengths, k)))
@@ -156,9 +157,9 @@ def _key_lengths(lengths: Tensor, k: Tensor) -> Tensor:
 def _check_names(d_model: int, positional: tuple[int, ...]) -> None:
     """Raises TypeError for a second number by position, which may be one of several widths."""
     if positional:
-        n = positional[0]
+        n, got = positional[0], ", ".join(map(repr, positional))
         raise TypeError(
-            f"AdditiveAttention: expected sizes after d_model by name, got {', '.join(map(repr, positional))}; "
+            f"AdditiveAttention: expected sizes after d_model by name, got {got}; "
             f"write AdditiveAttention({d_model}, hidden={n}) for a hidden layer of width {n}, or "
             f"AdditiveAttention({d_model}, kv_model={n}) for a context of width {n}"
         )

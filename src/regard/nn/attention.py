@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._call.spec import QKV
-from .._tools.arguments import count, describe, probability
+from .._tools.arguments import count, probability
 from .._tools.watching import is_watched
 from .._tools.words import hide_unknown, unknown_keyword
 from ..cache import KVCache, LatentCache, LinearCache

@@ -42,24 +42,21 @@ def forward(call: AdditiveCall) -> tuple[Tensor, Tensor | None]:
     """
     with torch.autocast(call.q.device.type, enabled=False):
         wide = _wide(call)
-        pairs = [_rows(wide, samples) for samples in _sample_ranges(call)]
-    outputs, weights = zip(*pairs, strict=True)
+        outputs, weights = zip(*(_rows(wide, samples) for samples in _sample_ranges(call)), strict=True)
     dtype = call.q.dtype
     return torch.cat(outputs).to(dtype), torch.cat(weights).to(dtype) if call.weights else None
 
 
-def _rows(wide: AdditiveCall, samples: slice) -> tuple[Tensor, Tensor]:
-    """Returns all rows of some samples: the output (b, 1, Lq, Dv) and the weights (b, 1, Lq, Lk).
-
-    Without `weights`, the second result is empty.
-    """
+def _rows(wide: AdditiveCall, samples: slice) -> tuple[Tensor, Tensor | None]:
+    """Returns all rows of some samples: the output (b, 1, Lq, Dv) and the weights (b, 1, Lq, Lk)."""
     outputs, weights = [], []
     for rows in _row_ranges(wide):
         tile = _tile(wide, samples, rows)
         nan = torch.where(tile.broken.any(-1, keepdim=True), torch.nan, 0.0)
         outputs.append(tile.dropped @ wide.v[samples] + nan.to(wide.v.dtype))
-        weights.append(tile.w.masked_fill(tile.broken, torch.nan) if wide.weights else tile.w[..., :0])
-    return torch.cat(outputs, 2), torch.cat(weights, 2)
+        if wide.weights:
+            weights.append(tile.w.masked_fill(tile.broken, torch.nan))
+    return torch.cat(outputs, 2), torch.cat(weights, 2) if wide.weights else None
 
 
 def backward(call: AdditiveCall, dout: Tensor, dweights: Tensor | None) -> tuple[Tensor, ...]:
