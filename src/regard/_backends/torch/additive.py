@@ -18,7 +18,7 @@ from ..._call.spec import compute_dtype
 from ...masks._mask import part_of
 from ...masks._pairs import Rectangle
 
-ELEMENTS = 2**18  # elements (pair, channel) in a tile, unless a single query row has more
+ELEMENTS = 2**19  # elements (pair, channel) in a tile, unless a single query row has more: 2 MB of float32
 
 
 class AdditiveTile(NamedTuple):
