@@ -20,6 +20,7 @@ from support import HAVE_CORE, ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = (
+    "additive",
     "against",
     "cases",
     "checks",
@@ -243,6 +244,20 @@ def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     chosen = {line[1].strip(): line[4].strip() for line in lines[3:]}
     assert chosen == {"1": "absorbed", "64": "expanded"}
+
+
+def test_additive_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--threads", "1", "--seconds", "0", "--tokens", "16", "64"]
+    assert bench.additive.main(tiny) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line[1].strip() for line in lines] == [
+        "tokens, forward", "16", "64", "tokens, forward and backward", "16", "64",
+    ]  # fmt: skip
+    wrong = bench.additive.LIMIT
+    bench.additive.LIMIT = -1.0
+    with pytest.raises(bench.checks.WrongResult, match="Regard, 16 tokens: relative error"):
+        bench.additive.sides(16, training=False)
+    bench.additive.LIMIT = wrong
 
 
 def test_sparse_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,3 +78,38 @@ def test_sequences(load: Callable[[str], Any]) -> None:
     assert results["attention"]["reach"] == 63
     work = load("sequences").multiplications(1024, 512)
     assert work["attention"] == 2 * 4 * 1024 * 512**2  # projections: half of the work if n = 2 d
+
+
+def test_fixed_weights(load: Callable[[str], Any]) -> None:
+    experiment = load("fixed_weights")
+    rows = experiment.measure()
+    fixed, attention, guess = rows["fixed weights"], rows["attention"], rows["most frequent symbol"]
+    assert fixed["by position"] > 0.97
+    assert attention["by position"] > 0.97
+    assert attention["by content"] > 0.97
+    assert abs(fixed["by content"] - guess["by content"]) < 0.03
+    assert 0.25 < guess["by content"] < 0.35
+    assert fixed["by content, 2 n tokens"] is None
+    assert attention["by content, 2 n tokens"] > 0.97
+
+
+def test_parameters_of_fixed_weights(load: Callable[[str], Any]) -> None:
+    experiment = load("fixed_weights")
+    layer, attention = experiment.FixedWeights(7), experiment.MIXERS["attention"]()
+    assert layer.scores.numel() == experiment.parameters(7)["fixed weights"]
+    assert attention.qkv.weight.numel() == experiment.parameters(7, experiment.WIDTH)["attention"]
+    counts = [experiment.parameters(n) for n in (128, 1024, 8192)]
+    assert [row["fixed weights"] for row in counts] == [16_384, 1_048_576, 67_108_864]
+    assert {row["attention"] for row in counts} == {786_432}
+
+
+def test_tasks_of_fixed_weights(load: Callable[[str], Any]) -> None:
+    sample = load("fixed_weights").sample
+    for task in ("by position", "by content"):
+        tokens, targets = sample(task, 5, 12)
+        names, symbols, wanted = tokens.unbind(-1)
+        for row in range(5):
+            assert names[row].unique().numel() == 12
+            at = [names[row].tolist().index(name) for name in wanted[row].tolist()]
+            source = [0, *range(11)] if task == "by position" else at
+            assert targets[row].tolist() == symbols[row, source].tolist()

@@ -7,10 +7,9 @@ the words: a pair of an English and a Chinese text for each field of a finding.
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 from regard_gallery.claims import records
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "why"))
+import fixed_weights as fixed_weights_experiment
 import heads as heads_experiment
 import qkv as qkv_experiment
 import scale as scale_experiment
@@ -20,8 +21,8 @@ import softmax as softmax_experiment
 
 
 def main(images: Path) -> None:
-    for draw in (scale, softmax, qkv, heads, sequences):
-        draw().savefig(images / f"why-{draw.__name__}.png", dpi=80, metadata=UNSIGNED)
+    for draw in (scale, softmax, qkv, fixed_weights, heads, sequences):
+        draw().savefig(images / f"why-{draw.__name__.replace('_', '-')}.png", dpi=80, metadata=UNSIGNED)
 
 
 def panels(count: int, width: float = 9.0, **options: Any) -> tuple[Figure, Any]:
@@ -81,6 +82,30 @@ def qkv() -> Figure:
     heat(axes[0], target, "target: the next token")
     for panel, (name, tied) in zip(axes[1:], (("W_Q and W_K", False), ("W_Q = W_K", True)), strict=True):
         heat(panel, qkv_experiment.train(tied), f"learned, {name}")
+    return figure
+
+
+def fixed_weights() -> Figure:
+    experiment, content = fixed_weights_experiment, "by content"
+    models = {name: experiment.train(content, mixer) for name, mixer in experiment.MIXERS.items()}
+    figure, axes = panels(5, 14.0)
+    shares = {name: 100 * (experiment.answered(model, content) or 0) for name, model in models.items()}
+    shares["most frequent\nsymbol"] = 100 * experiment.guessed(content)
+    names = [name.replace(" ", "\n", 1) for name in shares]
+    bars = axes[0].bar(names, list(shares.values()), color=[ACCENT, SEEN, INK])
+    axes[0].bar_label(bars, fmt="%.0f", fontsize=8, color=INK)
+    axes[0].set_ylim(0, 115)
+    labelled(axes[0], "right answers, by content", "", "%")
+    tokens, _ = experiment.sample(content, 2, experiment.N, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        heat(axes[1], models["fixed weights"].weights(tokens[:1]), "fixed weights")
+        for number, sequence in enumerate(tokens.split(1), 1):
+            heat(axes[1 + number], models["attention"].weights(sequence), f"attention, sequence {number}")
+    lengths = [2**i for i in range(6, 15)]
+    counts = [experiment.parameters(n) for n in lengths]
+    curves(axes[4], lengths, {name: [row[name] for row in counts] for name in counts[0]})
+    axes[4].loglog()
+    labelled(axes[4], "parameters, d = 512", "tokens n", "")
     return figure
 
 

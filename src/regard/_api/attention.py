@@ -10,7 +10,7 @@ from .._autograd.attention import run
 from .._backends import reference
 from .._backends.dispatch import choose
 from .._call.make import make
-from .._call.spec import Bias, Options, fast_new
+from .._call.spec import Bias, Options, Spec, fast_new
 from .._tools.arguments import describe
 from .._tools.listeners import listeners, notify
 from .._tools.words import hide_unknown, unknown_keyword
@@ -143,10 +143,14 @@ def weights(
     if unknown:
         raise unknown_keyword(weights, unknown)
     problem = make(q, k, v, Options(mask, offset, bias, scale, softcap, sink, dropout, seed))
-    spec = problem.spec
+    check_weights(problem.spec)
+    return reference.weights(problem)
+
+
+def check_weights(spec: Spec) -> None:
+    """Raises ValueError if a call has more than MAX_WEIGHTS weights."""
     if spec.pairs > MAX_WEIGHTS:
         raise ValueError(
             f"weights: expected at most 2**28 = {MAX_WEIGHTS:,} weights, got {spec.pairs:,} of shape "
             f"{spec.weights_shape}; take fewer queries or heads at a time"
         )
-    return reference.weights(problem)

@@ -78,7 +78,7 @@ class RegardAttention(Function):
         moved = _all_strides(saved) != ctx.strides  # a saved-tensor hook may change the layout
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
             return *_backward(_ops.arguments(p), (out, stats, residual), dout, dlse, wanted), None
-        _check_mapped(dout, dlse)
+        check_mapped(dout, dlse)
         return *_native.backward(p, out, stats, residual, dout, dlse, wanted), None
 
 
@@ -139,7 +139,7 @@ class AttentionBackward(Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
         *_, dout, dlse, wanted = args
-        _check_mapped(dout, dlse)
+        check_mapped(dout, dlse)
         if is_watched(*args[:3]):
             return _only(wanted, _call_below_autograd(_ops.attention_backward, args))
         return tuple(_ops.backward(*args))
@@ -179,7 +179,7 @@ class ForwardMode(Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Maybe, ...]:
-        _check_mapped(*args[FIELDS:])
+        check_mapped(*args[FIELDS:])
         if type(args[0]) in PLAIN:  # `_higher` consists of differentiable operations: no operator needed
             return _ops.jvp(*args)
         return _call_below_autograd(_ops.attention_jvp, args)
@@ -284,7 +284,7 @@ def _only(wanted: Sequence[bool], results: tuple[Tensor, ...]) -> tuple[Maybe, .
     return tuple(x if w else None for x, w in zip(results, wanted, strict=True))
 
 
-def _check_mapped(*tensors: Maybe) -> None:
+def check_mapped(*tensors: Maybe) -> None:
     """Raises NotImplementedError if one of the tensors is batched by PyTorch's legacy vmap."""
     if is_dynamo_compiling():
         return

@@ -1,6 +1,7 @@
 """Modules: attention layers with projections, feed-forward layers, and transformer blocks."""
 
 from ._options import CacheLike, Memory
+from .additive import AdditiveAttention
 from .attention import Attention
 from .bigbird import BigBirdAttention, block_table
 from .blocks import Block, DecoderBlock, EncoderBlock, EncoderDecoder, Stack
@@ -24,12 +25,12 @@ from .norms import PostNorm, PreNorm
 from .performer import PerformerAttention
 
 __all__ = [
-    "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention", "CrossAttention",
-    "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward", "Graph",
-    "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention", "LinformerAttention",
-    "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention", "MultiheadAttention",
-    "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention", "SelfAttention", "Stack",
-    "SwiGLU", "block_table",
+    "AdditiveAttention", "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention",
+    "CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward",
+    "Graph", "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention",
+    "LinformerAttention", "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention",
+    "MultiheadAttention", "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention",
+    "SelfAttention", "Stack", "SwiGLU", "block_table",
 ]  # fmt: skip
 
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._call.spec import QKV
-from .._tools.arguments import count, describe, probability
+from .._tools.arguments import count, probability
 from .._tools.watching import is_watched
 from .._tools.words import check_keywords, hide_unknown, unknown_keyword
 from ..cache import KVCache, LatentCache, LinearCache
 from ..masks import Mask
 from ..positions import AlibiBias, Positions, Relative, Rotary, rotate
+from ._context import ContextInputs
 from ._layer import AttentionLayer
 from ._nested import packed_tokens
 from ._options import CacheLike, Context, LayerOptions, Memory, checked_mask, is_nested
@@ -27,7 +28,7 @@ from ._sizes import GroupedHeads, join_heads, split_heads
 Rule = Rotary | AlibiBias | Relative
 
 
-class Attention(AttentionLayer, GroupedHeads):
+class Attention(AttentionLayer, ContextInputs, GroupedHeads):
     """Multi-head attention with input and output projections: (B, L, d_model) -> (B, L, d_model).
 
     One module covers self-attention, cross-attention, grouped-query and multi-query attention.
@@ -289,14 +290,6 @@ class Attention(AttentionLayer, GroupedHeads):
             raise ValueError("value: expected sequences of the same lengths as context, got other lengths")
         return inputs | {"value": values.tokens}
 
-    @property
-    def _context_width(self) -> int:
-        return self.d_model if self.kv_model is None else self.kv_model
-
-    @property
-    def _value_width(self) -> int:
-        return self._context_width if self.value_model is None else self.value_model
-
     def _check(self, x: Tensor, context: Context, value: Tensor | None, options: LayerOptions) -> None:
         options.check(x, context, self.d_model)
         cache = options.cache
@@ -305,55 +298,9 @@ class Attention(AttentionLayer, GroupedHeads):
             raise TypeError(f"cache: expected a cache of keys and values, as from new_cache, got {cache!r}")
         if not isinstance(self.position, Rotary):
             options.refuse("without position=Rotary(...)", "positions")
-        if value is not None:
-            self._check_forms(context, value)
-        if context is None:
-            if self.kv_model is not None or self.value_model is not None:
-                self._check_widths_equal()
-            return
-        if self.position is not None:
+        if context is not None and self.position is not None:
             raise ValueError("context: expected None with position, which is for self-attention")
-        if isinstance(context, Memory):
-            self._check_memory(context)
-        else:
-            self._check_context(context, value)
-
-    def _check_widths_equal(self) -> None:
-        """Checks that keys and values can be computed from x."""
-        if self.kv_model not in (None, self.d_model):
-            raise ValueError(f"context: expected tokens of width kv_model = {self.kv_model}, got None")
-        if self.value_model not in (None, self.d_model):
-            raise ValueError(f"value: expected tokens of width value_model = {self.value_model}, got None")
-
-    @staticmethod
-    def _check_forms(context: Context, value: Tensor | None) -> None:
-        """Checks that `value` is only given together with a context of tokens."""
-        if value is not None and not isinstance(context, Tensor):
-            got = "None" if context is None else "a Memory, which has values"
-            raise TypeError(f"context: expected a tensor, the tokens of the keys, with `value`, got {got}")
-
-    def _check_context(self, context: Tensor, value: Tensor | None = None) -> None:
-        width = self._context_width
-        if is_nested("context", context) or context.dim() not in (2, 3) or context.shape[-1] != width:
-            raise ValueError(f"context: expected (..., Lk, {width}), got {describe(context)}")
-        self._check_value(context, value)
-
-    def _check_value(self, context: Tensor, value: Tensor | None) -> None:
-        """Checks the shape of `value`. Its default, the context, must have the width `value_model`."""
-        width = self._value_width
-        if value is None:
-            if width != context.shape[-1]:
-                raise ValueError(f"value: expected tokens of width value_model = {width}, got None")
-            return
-        if is_nested("value", value) or value.shape != (*context.shape[:-1], width):
-            expected = f"{(*context.shape[:-1], width)}, the tokens of context and width {width}"
-            raise ValueError(f"value: expected {expected}, got {describe(value)}")
-
-    def _check_memory(self, memory: Memory) -> None:
-        sizes = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
-        for x, size, shape in zip(memory, sizes, ("(..., Hkv, Lk, D)", "(..., Hkv, Lk, Dv)"), strict=True):
-            if x.shape[-3::2] != size:
-                raise ValueError(f"context: expected a Memory of {shape} with {size}, got {describe(x)}")
+        self._check_inputs(context, value)
 
 
 LinearRows = tuple[Tensor, Tensor | None]  # weight and bias of some output channels
