@@ -12,7 +12,7 @@ from .._api.attention import check_weights
 from .._autograd import additive
 from .._call.additive import check
 from .._tools.arguments import count, describe, probability
-from .._tools.words import hide_unknown, unknown_keyword
+from .._tools.words import check_keywords, hide_unknown, unknown_keyword
 from ..masks import Lengths, Mask
 from ..masks._both import both
 from ._context import ContextInputs
@@ -45,15 +45,13 @@ class AdditiveAttention(ContextInputs):
 
     _shown = ("d_model", "hidden", "kv_model", "value_model", "mask", "dropout")
 
-    @hide_unknown
+    @check_keywords
     def __init__(
         self, d_model: int, *positional: int, hidden: int | None = None, kv_model: int | None = None,
         value_model: int | None = None, bias: bool = True, mask: Mask | None = None, dropout: float = 0.0,
         device: Device = None, dtype: torch.dtype | None = None, **unknown: NoReturn,
     ) -> None:  # fmt: skip
         _check_names(d_model, positional)
-        if unknown:
-            raise unknown_keyword(AdditiveAttention.__init__, unknown)
         super().__init__()
         self.d_model = count("d_model", d_model, 1)
         self.hidden = count("hidden", d_model if hidden is None else hidden, 1)
