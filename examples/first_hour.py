@@ -89,14 +89,14 @@ def padded_batch() -> str:
 
 @task("The same with an own mask (B, Lq, Lk), first bool, then float")
 def own_masks() -> str:
-    q, k, v = torch.randn(3, 2, 4, 12, 16)
-    keep = (torch.rand(2, 12, 12) < 0.5) | torch.eye(12).bool()  # True = may attend
-    added = torch.randn(2, 12, 12)
-    by_bool = regard.attention(q, k, v, mask=masks.sliding(4) & masks.Dense(keep[:, None]))
-    by_float = regard.attention(q, k, v, mask=masks.sliding(4), bias=added[:, None])
-    window = torch.ones(12, 12).tril().triu(-3).bool()
-    first = distance(by_bool, formula(q, k, v, keep[:, None] & window))
-    return f"bool {first}, float {distance(by_float, formula(q, k, v, window, added[:, None]))}"
+    q, (k, v) = torch.randn(2, 8, 12, 16), torch.randn(2, 2, 2, 12, 16)
+    own, added = torch.rand(2, 12, 12) < 0.7, torch.randn(2, 12, 12)  # own: True = may attend
+    mask = masks.sliding(4) & masks.Lengths([12, 7])
+    by_bool = regard.attention(q, k, v, mask=mask & masks.Dense(own[:, None]))
+    by_float = regard.attention(q, k, v, mask=mask, bias=added[:, None])
+    keep = torch.ones(12, 12).tril().triu(-3).bool() & (torch.arange(12) < torch.tensor([[[12]], [[7]]]))
+    first = distance(by_bool, formula(q, k, v, (keep & own)[:, None]))
+    return f"bool {first}, float {distance(by_float, formula(q, k, v, keep[:, None], added[:, None]))}"
 
 
 @task("Swap torch.nn.MultiheadAttention")
@@ -456,7 +456,7 @@ def main() -> None:
     for number in track(numbers, "", console=console, transient=True):
         title, run = TASKS[number - 1]
         torch.manual_seed(number)
-        console.print(f"{number}. {title}", style="bold", markup=False, highlight=False)
+        console.print(f"{number}. {title}", style="bold", markup=False, highlight=False, soft_wrap=True)
         console.print(run(), "", sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
