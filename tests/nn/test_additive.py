@@ -474,10 +474,17 @@ def test_in_residuals_and_blocks(residual: Any) -> None:
     out, w = layer(x, return_weights=True)
     assert torch.equal(out, layer(x))
     assert w.shape == (B, 1, Lq, Lq)
-    block = Block(AdditiveAttention(6), FeedForward(6), residual=residual).double()  # type: ignore[arg-type]
-    out, w = block(x, return_weights=True, lengths=torch.tensor([5, 2, 3]))
-    assert out.shape == x.shape
+    cross = AdditiveAttention(6, kv_model=4, value_model=6)
+    block = Block(AdditiveAttention(6), FeedForward(6), cross=cross, residual=residual).double()
+    context = tokens(B, Lk, 4), tokens(B, Lk, 6)
+    memory = cross.remember(*context)
+    mask, options = M.Lengths(torch.tensor([7, 1, 4])), {"lengths": torch.tensor([5, 2, 3])}
+    out, w, of_cross = block(x, memory, return_weights=True, context_mask=mask, **options)
+    assert torch.equal(out, block(x, memory, context_mask=mask, **options))
+    assert w.shape == (B, 1, Lq, Lq)
     assert not w[1, ..., 2:].any()
+    assert of_cross.shape == (B, 1, Lq, Lk)
+    assert not of_cross[1, ..., 1:].any()
 
 
 # Memory
