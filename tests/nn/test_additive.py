@@ -524,7 +524,11 @@ def test_sizes_by_position_raise() -> None:
             {"mask": torch.ones(3, 3)},
             r"mask: expected a Mask, such as masks.Causal\(\), or None, got float32",
         ),
-        ({"heads": 2}, "heads"),
+        ({"heads": 2}, "heads: leave it out: additive attention has one head"),
+        ({"num_hiddens": 2}, "num_hiddens: write hidden="),
+        ({"hidden_size": 2}, "hidden_size: write d_model=, and hidden= for the hidden layer"),
+        ({"kdim": 2}, "kdim: write kv_model="),
+        ({"scale": 2}, "unexpected keyword argument 'scale'; it takes d_model, hidden, kv_model"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -562,6 +566,24 @@ def test_wrong_inputs() -> None:
     nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
     with pytest.raises(TypeError, match=r"x: expected .*, got a nested tensor"):
         layer(nested)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("valid_lens", "valid_lens: write lengths="),
+        ("cu_seqlens", "cu_seqlens: write lengths=, with padded sequences"),
+        ("need_weights", "need_weights: write return_weights=True"),
+        ("attn_mask", "attn_mask: write mask="),
+        (
+            "offset",
+            r"unexpected keyword argument 'offset'; it takes x, context, value, mask, lengths, return_",
+        ),
+    ],
+)
+def test_keywords_of_other_libraries(keyword: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()(*three(), **{keyword: True})
 
 
 def test_too_many_weights_raise(monkeypatch: pytest.MonkeyPatch) -> None:
