@@ -474,10 +474,17 @@ def test_in_residuals_and_blocks(residual: Any) -> None:
     out, w = layer(x, return_weights=True)
     assert torch.equal(out, layer(x))
     assert w.shape == (B, 1, Lq, Lq)
-    block = Block(AdditiveAttention(6), FeedForward(6), residual=residual).double()  # type: ignore[arg-type]
-    out, w = block(x, return_weights=True, lengths=torch.tensor([5, 2, 3]))
-    assert out.shape == x.shape
+    cross = AdditiveAttention(6, kv_model=4, value_model=6)
+    block = Block(AdditiveAttention(6), FeedForward(6), cross=cross, residual=residual).double()
+    context = tokens(B, Lk, 4), tokens(B, Lk, 6)
+    memory = cross.remember(*context)
+    mask, options = M.Lengths(torch.tensor([7, 1, 4])), {"lengths": torch.tensor([5, 2, 3])}
+    out, w, of_cross = block(x, memory, return_weights=True, context_mask=mask, **options)
+    assert torch.equal(out, block(x, memory, context_mask=mask, **options))
+    assert w.shape == (B, 1, Lq, Lq)
     assert not w[1, ..., 2:].any()
+    assert of_cross.shape == (B, 1, Lq, Lk)
+    assert not of_cross[1, ..., 1:].any()
 
 
 # Memory
@@ -517,7 +524,11 @@ def test_sizes_by_position_raise() -> None:
             {"mask": torch.ones(3, 3)},
             r"mask: expected a Mask, such as masks.Causal\(\), or None, got float32",
         ),
-        ({"heads": 2}, "heads"),
+        ({"heads": 2}, "heads: leave it out: additive attention has one head"),
+        ({"num_hiddens": 2}, "num_hiddens: write hidden="),
+        ({"hidden_size": 2}, "hidden_size: write d_model=, and hidden= for the hidden layer"),
+        ({"kdim": 2}, "kdim: write kv_model="),
+        ({"scale": 2}, "unexpected keyword argument 'scale'; it takes d_model, hidden, kv_model"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -555,6 +566,24 @@ def test_wrong_inputs() -> None:
     nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
     with pytest.raises(TypeError, match=r"x: expected .*, got a nested tensor"):
         layer(nested)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("valid_lens", "valid_lens: write lengths="),
+        ("cu_seqlens", "cu_seqlens: write lengths=, with padded sequences"),
+        ("need_weights", "need_weights: write return_weights=True"),
+        ("attn_mask", "attn_mask: write mask="),
+        (
+            "offset",
+            r"unexpected keyword argument 'offset'; it takes x, context, value, mask, lengths, return_",
+        ),
+    ],
+)
+def test_keywords_of_other_libraries(keyword: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()(*three(), **{keyword: True})
 
 
 def test_too_many_weights_raise(monkeypatch: pytest.MonkeyPatch) -> None:

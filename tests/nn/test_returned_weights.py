@@ -13,6 +13,7 @@ import regard
 from regard import masks as M, packing, see
 from regard.cache import KVCache, QuantizedCache, SlidingCache
 from regard.nn import (
+    AdditiveAttention,
     Attention,
     Block,
     DecoderBlock,
@@ -253,6 +254,75 @@ def test_blocks_and_stacks_return_weights() -> None:
         [(4, 4)],
         [(4, 7)],
     ]
+
+
+BLOCKS: dict[str, Any] = {
+    "encoder": lambda residual: EncoderBlock(D, HEADS, residual=residual),
+    "decoder": lambda residual: DecoderBlock(D, HEADS, residual=residual, position=Rotary(4)),
+    "latent": lambda residual: Block(LAYERS["latent"](), FeedForward(D), residual=residual),
+    "additive": lambda residual: Block(AdditiveAttention(D), FeedForward(D), residual=residual),
+}
+
+
+@pytest.mark.parametrize("residual", [PreNorm, PostNorm])
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_block_returns_the_weights_of_its_layers(kind: str, cross: bool, residual: Any) -> None:
+    """The weights are those of the layers for the inputs that they receive in the block."""
+    block = BLOCKS[kind](residual)
+    if cross:
+        attend = regard.nn.CrossAttention(D, heads=HEADS, kv_model=10)
+        block.cross = residual(D, attend)
+    block, x = randomized(block).double(), tokens(B, L)
+    inputs = (x, tokens(B, 5)[..., :10]) if cross else (x,)
+    sublayers = [part.sublayer for part in (block.attention, block.cross) if part is not None]
+    seen: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen[module] = args, options
+
+    for sublayer in sublayers:
+        sublayer.register_forward_pre_hook(record, with_kwargs=True)
+    options = {"lengths": torch.tensor([7, 3, 5]), "context_mask": M.Lengths(torch.tensor([5, 1, 2]))}
+    out, *weights = block(*inputs, return_weights=True, **options)
+    assert torch.equal(out, block(*inputs, **options))
+    heads = 1 if kind == "additive" else HEADS
+    shapes = [(B, heads, L, L), (B, HEADS, L, 5)]
+    assert [tuple(w.shape) for w in weights] == shapes[: len(sublayers)]
+    for sublayer, w in zip(sublayers, weights, strict=True):
+        args, given = seen[sublayer]
+        assert torch.equal(w, sublayer(*args, **given | {"return_weights": True})[1])
+        assert_close(w.sum(-1), torch.ones(w.shape[:-1]))
+    assert not weights[0][1, ..., 3:].any()
+    assert not cross or not weights[1][1, ..., 1:].any()
+
+
+@pytest.mark.parametrize("kind", ["decoder", "latent"])
+def test_stacks_return_the_weights_of_decode_steps(kind: str) -> None:
+    stack, x = randomized(Stack([BLOCKS[kind](PreNorm) for _ in range(2)])).double(), tokens(B, L)
+    expected_out, expected = stack(x, return_weights=True)
+    caches = stack.new_caches(B, L)
+    with torch.no_grad():
+        stack(x[:, :4], caches=caches)
+        out, weights = stack(x[:, 4:6], caches=caches, return_weights=True)
+    assert_close(out, expected_out[:, 4:6])
+    for w, of_block in zip(weights, expected, strict=True):
+        assert_close(w, of_block[:, :, 4:6, :6])
+
+
+def test_blocks_return_the_weights_of_packed_sequences() -> None:
+    sizes, context_sizes = [5, 1, 7], [3, 4, 2]
+    block = randomized(DecoderBlock(D, HEADS, kv_model=10)).double()
+    xs, contexts = [tokens(n) for n in sizes], [tokens(n)[:, :10] for n in context_sizes]
+    cu = {"cu_seqlens": packing.cu_seqlens(sizes), "context_cu_seqlens": packing.cu_seqlens(context_sizes)}
+    out, w, cross = block(torch.cat(xs), torch.cat(contexts), return_weights=True, **cu)
+    assert w.shape == (3, HEADS, 7, 7)
+    assert cross.shape == (3, HEADS, 7, 4)
+    for n, (x, context) in enumerate(zip(xs, contexts, strict=True)):
+        one, of_self, of_cross = block(x, context, return_weights=True)
+        assert_close(out.split(sizes)[n], one)
+        assert_close(w[n, :, : len(x), : len(x)], of_self)
+        assert_close(cross[n, :, : len(x), : len(context)], of_cross)
 
 
 def test_a_block_without_weights_raises() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import additive_picture
 import approximations
 import evidence_picture
 import explanations
@@ -143,6 +144,7 @@ def main() -> None:
     shapes()
     approximations.main(IMAGES)
     explanations.main(IMAGES)
+    additive_picture.main(IMAGES)
     evidence_picture.main(IMAGES)
     seeing.main(IMAGES)
 

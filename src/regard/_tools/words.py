@@ -98,6 +98,16 @@ FORMS = {
         "leave it out: x is (B, L, d_model)": "batch_first",
         "use regard.nn.MultiheadAttention, which has it": "add_bias_kv add_zero_attn",
     },
+    "AdditiveAttention.forward": {
+        "write lengths=, with padded sequences":
+            "valid_lens valid_len cu_seqlens cu_seqlens_q cu_seqlens_k context_cu_seqlens",
+        "write return_weights=True": "need_weights output_attentions",
+    },
+    "AdditiveAttention.__init__": {
+        "write hidden=": "num_hiddens hidden_dim units",
+        "write d_model=, and hidden= for the hidden layer": "hidden_size",
+        "leave it out: additive attention has one head": "heads num_heads n_heads nhead",
+    },
 }  # fmt: skip
 WORDS = {
     function: {word: form for form, words in forms.items() for word in words.split()}
@@ -133,8 +143,9 @@ def check_keywords(init: F) -> F:
 def unknown_keyword(function: Callable[..., Any], unknown: Iterable[str]) -> TypeError:
     """Returns the error for a call of `function` with keywords that the function does not have."""
     word = next(iter(unknown))
-    options = [name for name in inspect.signature(function).parameters if name != "self"]
-    for name in (function.__name__, ANY):
+    parameters = inspect.signature(function).parameters.values()
+    options = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_POSITIONAL]
+    for name in (function.__qualname__, function.__name__, ANY):
         form = WORDS.get(name, {}).get(word)
         if form is not None and set(re.findall(r"(\w+)=", form)) <= set(options):
             return TypeError(f"{word}: {form}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..masks import Causal, Mask
 from ._module import CheckedModule
 from ._options import CacheLike, Context, Memory
+from .additive import AdditiveAttention
 from .attention import Attention
 from .feedforward import FeedForward
 from .latent import LatentAttention
@@ -36,8 +37,9 @@ class Block(CheckedModule):
     """
 
     def __init__(
-        self, attention: Attention | LatentAttention | LinearAttention, feed_forward: nn.Module, *,
-        cross: Attention | None = None, residual: Residual = PreNorm,
+        self, attention: Attention | LatentAttention | LinearAttention | AdditiveAttention,
+        feed_forward: nn.Module, *, cross: Attention | AdditiveAttention | None = None,
+        residual: Residual = PreNorm,
     ) -> None:  # fmt: skip
         super().__init__()
         d_model = attention.d_model
@@ -66,8 +68,9 @@ class Block(CheckedModule):
         wanted = {"return_weights": True} if return_weights else {}  # not every module has the option
         x, *weights = _as_tuple(self.attention(x, **options, **wanted))
         if self.cross is not None:
-            cu_seqlens = {"cu_seqlens": options.get("cu_seqlens"), "context_cu_seqlens": context_cu_seqlens}
-            x, *cross = _as_tuple(self.cross(x, context, mask=context_mask, **cu_seqlens, **wanted))
+            packed = {"cu_seqlens": options.get("cu_seqlens"), "context_cu_seqlens": context_cu_seqlens}
+            packed = {name: value for name, value in packed.items() if value is not None}
+            x, *cross = _as_tuple(self.cross(x, context, mask=context_mask, **packed, **wanted))
             weights += cross
         out: Tensor = self.feed_forward(x)
         return (out, *weights) if return_weights else out
