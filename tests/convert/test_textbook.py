@@ -14,6 +14,7 @@ from regard.nn import Attention, PostNorm, PreNorm
 from support import HAVE_CORE, assert_close
 from support.modules import randomized
 from support.textbook import TextbookAttention
+from support.tracing import check_traced
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 B, L, LK, E, HEADS = 2, 7, 5, 24, 4
@@ -201,3 +202,9 @@ def test_ambiguous_or_wrong_state_dicts(case: str) -> None:
 def test_a_module_instead_of_its_state_dict() -> None:
     with pytest.raises(TypeError, match=r"module\.state_dict\(\)"):
         convert.from_textbook(TextbookAttention(E, HEADS), HEADS)  # type: ignore[arg-type]
+
+
+def test_a_converted_module_is_traced() -> None:
+    module = convert.from_textbook(TextbookAttention(E, HEADS).state_dict(), HEADS).eval()
+    check_traced(module.forward, [torch.randn(B, L, E)])
+    check_traced(module.forward, [torch.randn(B, n, E) for n in (L, LK, LK)])

@@ -11,6 +11,7 @@ import regard
 from regard import masks as M
 from support import HAVE_CORE, assert_close
 from support.modules import randomized
+from support.tracing import check_traced
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -72,3 +73,10 @@ def test_missing_names_say_what_to_write() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'$"):
         _ = regard.nn.Nothing  # type: ignore[attr-defined]
     assert not hasattr(regard.nn, "MultiHeadAttention")
+
+
+@pytest.mark.parametrize("mask", [None, M.Causal()], ids=repr)
+def test_scaled_dot_product_attention_is_traced(mask: M.Mask | None) -> None:
+    torch._dynamo.reset()
+    layer = regard.nn.ScaledDotProductAttention()
+    check_traced(lambda q, k, v: layer(q, k, v, mask), [torch.randn(2, 3, 5, 8) for _ in range(3)])

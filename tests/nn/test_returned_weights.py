@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
 from regard import masks as M, packing, see
@@ -31,6 +32,7 @@ from regard.nn import (
 from regard.positions import AlibiBias, Relative, Rotary
 from support import HAVE_CORE, assert_close, rel_l2
 from support.modules import ListCache, randomized
+from support.tracing import check_traced
 
 pytestmark = [
     pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built"),
@@ -212,6 +214,51 @@ def test_compiled_layers_return_weights() -> None:
     expected_out, expected = layer(x, return_weights=True)
     assert_close(w, expected)
     assert_close(out, expected_out)
+
+
+def test_traced_layers_return_weights() -> None:
+    """Export, vmap and fake tensors return weights. A compiler that may not break the graph says why."""
+    layer, x = Attention(D, HEADS, mask=M.Causal()).eval(), torch.randn(B, L, D)
+    expected = layer(x, return_weights=True)
+    exported = torch.export.export(layer, (x,), {"return_weights": True}).module()(x, return_weights=True)
+    for ours, theirs in zip(exported, expected, strict=True):
+        assert_close(ours, theirs)
+    mapped = torch.vmap(lambda x: layer(x, return_weights=True))(torch.stack([x, x]))
+    for ours, theirs in zip(mapped, expected, strict=True):
+        assert_close(ours[1], theirs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        _, w = layer(mode.from_tensor(x), return_weights=True)
+    assert w.shape == (B, HEADS, L, L)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"return_weights=True breaks the graph; arguments\(\) and regard"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x, return_weights=True)
+
+
+def test_a_compiled_layer_gives_its_arguments_to_weights() -> None:
+    layer = Attention(D, HEADS, mask=M.Causal(), position=Rotary(D // HEADS)).eval()
+
+    def weights(x: Tensor) -> Tensor:
+        qkv, options = layer.arguments(x)
+        return regard.weights(*qkv, **options)
+
+    check_traced(weights, [torch.randn(B, L, D)])
+
+
+def test_traced_weights_keep_nan_in_the_rows_that_attend_to_it() -> None:
+    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    k[..., 2, :], q[..., 0, 3] = torch.nan, torch.inf
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        return regard.weights(q, k, k, mask=M.Causal())
+
+    expected, leaf = weights(q, k), q.clone().requires_grad_()
+    assert expected.isnan().any(-1).flatten().tolist() == [True, False, True, True]
+    actual = torch.compile(weights, backend="eager", fullgraph=True)(leaf, k)
+    torch.testing.assert_close(actual.detach(), expected, equal_nan=True)
+    (ours,) = torch.autograd.grad(actual[..., 1, :].square().sum(), leaf)
+    (theirs,) = torch.autograd.grad(weights(leaf, k)[..., 1, :].square().sum(), leaf)
+    assert theirs[..., 1, :].isfinite().all()
+    torch.testing.assert_close(ours[..., 1, :], theirs[..., 1, :])
 
 
 # Residuals, blocks, stacks

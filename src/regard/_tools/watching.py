@@ -48,12 +48,14 @@ def is_watched(q: Tensor, k: Tensor, v: Tensor, by_profiler: bool = True) -> boo
     )
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: F, reason: str | None = None) -> F:
     """Does the same as `torch.compiler.disable`, but does not import the compiler.
 
-    Importing the compiler takes as long as importing torch, and few programs need it.
+    Importing the compiler takes as long as importing torch, and few programs need it. With
+    `fullgraph=True`, the compiler's error contains the reason.
     """
     skip = _FrameAction.SKIP  # for the frame of the function and for all frames below it
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph break instead of inlining
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function

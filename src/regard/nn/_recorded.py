@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from .._api.attention import weights
 from .._tools.listeners import listening
 from .._tools.watching import uncompiled
 
+REASON = (
+    "return_weights=True breaks the graph; arguments() and regard.weights give the weights without a break"
+)
 
-@uncompiled
+
+@partial(uncompiled, reason=REASON)
 def with_weights(
     forward: Callable[[], Any], cu_seqlens: Tensor | None, context_cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..._call.dropout import keep_mask
 from ..._call.layout import dense_bias, dense_mask, heads_4d, restore_out
 from ..._call.spec import Problem
+from ..._tools.arguments import readable
 
 INF = float("inf")
 
@@ -101,10 +102,22 @@ def _per_query_head(problem: Problem, x: Tensor) -> Tensor:
 
 
 def _inner_products(visible: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if not (readable(q) and readable(k)):
+        return _traced_inner_products(q, k)
     if _finite(q) and _finite(k):
         return q @ k.mT
     pair = visible[..., None]
     return (torch.where(pair, q[..., :, None, :], 0.0) * torch.where(pair, k[..., None, :, :], 0.0)).sum(-1)
+
+
+def _traced_inner_products(q: Tensor, k: Tensor) -> Tensor:
+    """Returns q @ k.mT while PyTorch traces, when it cannot be read whether q and k are finite.
+
+    Products with NaN or Inf are computed apart, without gradients.
+    """
+    finite_q, finite_k = (x.isfinite().all(-1, keepdim=True) for x in (q, k))
+    products = torch.where(finite_q, q, 0.0) @ torch.where(finite_k, k, 0.0).mT
+    return torch.where(finite_q & finite_k.mT, products, q.detach() @ k.detach().mT)
 
 
 def _weighted_values(visible: Tensor, w: Tensor, v: Tensor) -> Tensor:
