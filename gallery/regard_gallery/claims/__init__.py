@@ -40,6 +40,12 @@ CLAIMS = (
     ("complexity_function", "costs"),
     ("grouped_flops", "costs"),
     ("sharing", "mechanisms"),
+    ("without_softmax", "mechanisms"),
+    ("argmax_gradient", "mechanisms"),
+    ("universal", "mechanisms"),
+    ("decomposition", "mechanisms"),
+    ("linformer_kernel", "mechanisms"),
+    ("bert_translation", "mechanisms"),
 )
 GROUPS = {
     "formulas": "Formulas and worked examples",

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_every_experiment_is_on_the_page(tmp_path: Path) -> None:
     files = {p.stem for p in Path(claims.__file__).parent.glob("*.py")}
-    assert files == {*claims.NAMES, "__init__", "finding", "formula", "head_questions", "records"}
+    shared = {"__init__", "finding", "formula", "head_questions", "records", "training"}
+    assert files == {*claims.NAMES, *shared}
     assert len(set(claims.NAMES)) == len(claims.NAMES)
     assert {group for _, group in claims.CLAIMS} == set(claims.GROUPS)
     assert list(records.read()) == list(claims.NAMES)
