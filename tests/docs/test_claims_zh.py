@@ -66,7 +66,7 @@ def test_values_and_verdicts_are_put_into_the_text() -> None:
         ("decomposition", "correct", "easier with 4 heads", "harder with 4 heads", "4 个头更难"),
         ("linformer_kernel", "correct", "raise", "pass", "个词元不会报错"),
         ("without_softmax", "measured", "loss higher", "loss lower", "损失低 "),
-        ("without_softmax", "measured", "loss higher", "loss not measurably different,", "损失没有可测的差别"),
+        ("without_softmax", "measured", "loss higher", "loss not measurably different,", "没有可测的差别"),
     ],
 )
 def test_other_outcomes_have_chinese_words(name: str, field: str, old: str, new: str, chinese: str) -> None:
