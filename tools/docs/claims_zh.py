@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "zh" / "claims.md"
 TEXTS = Path(__file__).with_suffix(".toml")
 BEGIN = "<!-- Written by `python tools/docs/claims_zh.py`: -->\n"
-COLUMNS = {"实验": 0, "说法": 4, "结论": 2, "实测": 12, "正确的说法": 8}  # title: spaces at each side
+COLUMNS = {"实验": 0, "说法": 4, "结论": 3, "实测": 12, "正确的说法": 8}  # title: spaces at each side
 FIELDS = ("claim", "measured", "correct")
 
 
