@@ -42,6 +42,7 @@ MODULES = (
     "scaling",
     "side",
     "sparse",
+    "startup",
     "steps",
 )
 
@@ -244,6 +245,22 @@ def test_latent_decoding_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     chosen = {line[1].strip(): line[4].strip() for line in lines[3:]}
     assert chosen == {"1": "absorbed", "64": "expanded"}
+
+
+def test_startup_is_timed(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    seconds = {bench.startup.PROGRAMS["regard"]: 3.0, bench.startup.PROGRAMS["PyTorch"]: 2.0}
+    monkeypatch.setattr(
+        bench.startup, "timed", lambda *arguments: bench.startup.Seconds(seconds.get(arguments[-1], 0.1), 1.0)
+    )
+    assert bench.startup.main(["--threads", "1", "--repeats", "3"]) == 0
+    assert "ratio regard / PyTorch: 1.50, CPU 1.00\n" in capsys.readouterr().out
+
+
+def test_the_timed_programs_of_startup_run(bench: Any) -> None:
+    for program in bench.startup.PROGRAMS.values():
+        assert bench.startup.timed("-c", program).cpu > 0
+    with pytest.raises(subprocess.CalledProcessError):
+        bench.startup.timed("-c", "raise SystemExit(1)")
 
 
 def test_additive_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

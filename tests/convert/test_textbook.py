@@ -184,7 +184,7 @@ WRONG: dict[str, Any] = {
     "feed-forward": (PLAIN | {"linear1.weight": PLAIN["W_O.weight"]}, {}, "got also linear1.weight"),
     "missing": ({"W_Q.weight": PLAIN["W_Q.weight"]}, {}, "got weights of q"),
     "parameters": ({"W_Q": torch.ones(E, E)}, {}, "transpose it too if the class computes x @ W_Q"),
-    "heads": (PLAIN, {"heads": 5}, "expected 24 channels of queries to be a multiple of 5"),
+    "heads": (PLAIN, {"heads": 5}, "expected a multiple of 5 channels of queries, got 24"),
     "key heads": (PLAIN, {"kv_heads": 2}, "kv_heads: expected 4"),
     "two biases": (PLAIN | {"kv.bias": torch.ones(2 * E)}, {}, "expected one bias for k"),
     "short bias": (PLAIN | {"W_K.bias": torch.ones(3)}, {}, "expected a bias (24,) of k"),

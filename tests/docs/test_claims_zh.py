@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
-from types import ModuleType
 
 import pytest
 
-from support import ROOT
+from support.scripts import load_script
 from support.texts import NUMBER
 
 pytest.importorskip("regard_gallery")
@@ -16,17 +14,7 @@ pytest.importorskip("regard_gallery")
 from regard_gallery.claims import GROUPS, NAMES, records
 from regard_gallery.claims.finding import VERDICTS
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("claims_zh", ROOT / "tools" / "docs" / "claims_zh.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ZH = load()
+ZH = load_script("tools/docs/claims_zh.py")
 TEXTS, RECORDS = ZH.texts(), records.read()
 NUMBER_ONE = {"verdict": "right", "claim": "2 heads", "measured": "7 MB", "correct": "8"}
 

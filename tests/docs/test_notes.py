@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import shlex
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from support import HAVE_CORE, ROOT
+from support.scripts import load_script
 
 pytest.importorskip("regard_gallery")
 typer = pytest.importorskip("typer")
@@ -19,16 +18,7 @@ typer = pytest.importorskip("typer")
 QUICK, LIMIT = 3, 20  # seconds: run by `make test`; run by `make test-all`
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("notes", ROOT / "tools" / "docs" / "notes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-NOTES = load()
+NOTES = load_script("tools/docs/notes.py")
 ROWS = [(section, row) for section, rows in NOTES.rows().items() for row in rows]
 SECONDS = {command: row.get("seconds", 0) for _, row in ROWS for command in NOTES.commands_of(row)}
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import regard
 from regard import nn, see
 from regard.cache import KVCache
 from support import ROOT
+from support.scripts import load_script
 
 for package in ("rich", "matplotlib", "transformers", "typer"):
     pytest.importorskip(package)
@@ -26,16 +25,7 @@ for package in ("rich", "matplotlib", "transformers", "typer"):
 SCRIPT = ROOT / "examples" / "first_hour.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("first_hour", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hour = load()
+hour = load_script("examples/first_hour.py")
 
 
 @pytest.fixture(autouse=True)

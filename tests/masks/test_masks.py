@@ -343,6 +343,7 @@ def test_masks_work_on_fake_tensors() -> None:
             r"longformer\(window\): .* odd number of keys.* is 5 or \(2, 2\)",
         ),
         (lambda: M.longformer(0), ValueError, r"longformer\(window\): expected an integer from 1"),
+        (lambda: M.longformer([1, 2, 3]), ValueError, r"longformer\(window\): .*distances \(left, right\)"),
         (lambda: M.longformer((1, 2, 3)), ValueError, r"longformer\(window\): .*distances \(left, right\)"),
         (lambda: M.Window(1, -1), ValueError, r"Window\(right\)"),
         (lambda: M.Window(1.5, 0), TypeError, r"Window\(left\): expected an int, got float 1.5"),

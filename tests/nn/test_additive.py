@@ -187,6 +187,14 @@ def test_attend_is_the_layer_without_projections() -> None:
     assert_close(one_row, value[:, Lk - Lq :])
 
 
+@pytest.mark.parametrize("heads", [(3, 3), (3, 1), (1, 1)])
+def test_attend_takes_one_head_of_hidden_channels(heads: tuple[int, int]) -> None:
+    layer, D = AdditiveAttention(8, hidden=4), 6 if heads == (1, 1) else 4
+    q, k = torch.randn(2, heads[0], 5, D), torch.randn(2, heads[1], 6, D)
+    with pytest.raises(ValueError, match=r"q: expected \(\.\.\., 1, L, hidden = 4\), one head, got"):
+        layer.attend(q, k, k)
+
+
 # Masks, padding, NaN
 
 MASKS: dict[str, Any] = {

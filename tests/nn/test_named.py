@@ -41,12 +41,22 @@ def test_a_second_number_by_position_raises(name: str) -> None:
         assert f"{name}(16, heads=8) for 8 heads, or {name}(16, d_k=8)" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["n_heads", "num_heads", "n_head"])
-def test_other_names_of_heads_raise(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"{name}: expected the name heads; write SelfAttention\(16, heads=8\)"
-    ):
-        regard.nn.SelfAttention(16, **{name: 8})
+NAMED = ("SelfAttention", "CausalSelfAttention", "CrossAttention", "MultiQueryAttention",
+         "GroupedQueryAttention", "EncoderBlock", "DecoderBlock", "Attention", "LatentAttention")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["n_heads", "num_heads", "n_head", "h"])
+@pytest.mark.parametrize("module", NAMED)
+def test_other_names_of_heads_raise(module: str, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: write heads=$"):
+        getattr(regard.nn, module)(16, **{name: 8})
+
+
+@pytest.mark.parametrize("module", NAMED[:-1])
+def test_an_unknown_keyword_raises(module: str) -> None:
+    sizes = {"heads": 4} | ({"kv_heads": 2} if module == "GroupedQueryAttention" else {})
+    with pytest.raises(TypeError, match=r"Attention\(\) got an unexpected keyword argument 'colour'"):
+        getattr(regard.nn, module)(16, **sizes, colour="red")
 
 
 def test_scaled_dot_product_attention() -> None:

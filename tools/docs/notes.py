@@ -20,8 +20,9 @@ HEAD = """\
 
 Regard grew from five study notes on attention. This page lists what the notes contain, with the
 line of Regard that answers it and the command or test that shows the answer. Verdicts of claims are
-those of [`regard claims`](claims/README.md). The rows C of the notes, tasks on data, are in the
-[gallery](gallery.md). `python tools/docs/notes.py` writes this page from `tools/docs/notes.toml`.
+those of [`regard claims`](claims/README.md). The rows C, tasks on data, are not listed here; the
+[gallery](gallery.md) has twelve applications. `python tools/docs/notes.py` writes this page from
+`tools/docs/notes.toml`.
 """
 
 
@@ -43,12 +44,16 @@ def commands_of(row: dict[str, Any]) -> list[str]:
 
 
 def answer_of(row: dict[str, Any]) -> str:
-    verdicts = [records.read()[name]["verdict"] for name in claims_of(row)]
-    answers = [row["answer"]] if "answer" in row else []
-    return "; ".join((*answers, *(f"**{verdict}**" for verdict in dict.fromkeys(verdicts))))
+    """Returns Regard's answer to a row, if there is one, and the verdicts on what the notes say."""
+    found = dict.fromkeys(records.read()[name]["verdict"] for name in claims_of(row))
+    verdicts = ", ".join(f"**{verdict}**" for verdict in found)
+    if "answer" not in row:
+        return verdicts
+    return f"{row['answer']}; the notes are {verdicts}" if verdicts else row["answer"]
 
 
 def shown_by(section: str, row: dict[str, Any]) -> str:
+    """Returns links to the sample, the experiments, the command and the test of a row."""
     claims = [f"[`regard claims {name}`]({CLAIMS}/{name}.py)" for name in claims_of(row)]
     runs = [f"`{row['run']}`"] if "run" in row else []
     path = row.get("test", "").split("::")[0]
@@ -58,6 +63,7 @@ def shown_by(section: str, row: dict[str, Any]) -> str:
 
 
 def page() -> str:
+    """Returns the text of the page."""
     lines = [HEAD]
     for section, title in SECTIONS.items():
         lines += [

@@ -32,6 +32,7 @@ from regard.nn import DecoderBlock, EncoderBlock, EncoderDecoder, Stack
 from regard.positions import Rotary
 
 from .finding import Finding
+from .formula import relative
 from .training import trained
 
 START, END, MASK, SOURCE = 0, 1, 2, 3  # tokens; SOURCE is the first word of the source language
@@ -144,7 +145,7 @@ def correct(text: Tensor, target: Tensor) -> float:
 def change(model: nn.Module, source: Tensor, target: Tensor) -> float:
     """Returns by how much an appended token changes earlier logits, relative to their norm."""
     before, after = model(source, target[:, :-1]), model(source, target)[:, :-1]
-    return float((after - before).norm() / before.norm())
+    return relative(after, before)
 
 
 def tested(

@@ -13,3 +13,8 @@ def weights(q: Tensor, k: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights(q, k) @ v
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Returns the norm of the error of `found`, divided by the norm of `exact`."""
+    return float((found - exact).norm() / exact.norm())

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.cost import CallSpec
+from regard.nn import Attention
 
 from .finding import Finding, verdict
 from .formula import attend
@@ -36,11 +37,17 @@ def projection_flops(n: int, key_heads: int) -> int:
     return int(counter.get_total_flops())
 
 
+def cache_bytes(n: int, key_heads: int) -> int:
+    """Returns the bytes of a cache of n tokens, in float32."""
+    layer = Attention(HEADS * D, HEADS, kv_heads=key_heads, device="meta")
+    return layer.new_cache(1, n).nbytes
+
+
 def measure(n: int = 1024) -> Finding:
     attention = {heads: attention_flops(n, heads) for heads in KEY_HEADS}
     projections = {heads: projection_flops(n, heads) for heads in KEY_HEADS}
     ours = {heads: CallSpec(1, HEADS, n, D, Hkv=heads).cost().forward.dense for heads in KEY_HEADS}
-    cached = {heads: 2 * heads * D * 4 for heads in KEY_HEADS}
+    cached = {heads: cache_bytes(n, heads) // n for heads in KEY_HEADS}
     bytes_read = {heads: CallSpec(1, HEADS, n, D, Hkv=heads).cost().read_bytes for heads in KEY_HEADS}
     less_computation = attention[1] < attention[HEADS] and ours[1] < ours[HEADS]
     less_memory = cached[1] < cached[HEADS]

@@ -9,16 +9,11 @@ heads. What is not linear is the way from tokens to heads, which has a softmax.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from regard.nn import Attention
 
 from .finding import Finding, verdict
-from .formula import attend
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+from .formula import attend, relative
 
 
 @torch.no_grad()

@@ -11,16 +11,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from regard.features import orthogonal_gaussian, positive_features
 
 from .finding import Finding, verdict
-from .formula import attend
-
-
-def relative(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+from .formula import attend, relative
 
 
 def errors(n: int, d: int, features: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from torch import Tensor
 import regard
 
 from .finding import Finding, verdict
-from .formula import attend, weights
+from .formula import attend, relative, weights
 
 
 def as_printed(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def measure(L: int = 7, B: int = 3, heads: int = 4, D: int = 5) -> Finding:
     printed, meant = as_printed(x), as_meant(x)
     right = regard.attention(meant, meant, meant)  # (B, H, L, D)
     errors = [
-        float((found - right).norm() / right.norm())
+        relative(found, right)
         for found in (attend(printed, printed, printed).transpose(1, 2), attend(meant, meant, meant))
     ]
     accepted = [n for n in range(2, 3 * heads) if accepts_masks(n, B, heads)]

@@ -13,7 +13,7 @@ import torch
 import regard
 
 from .finding import Finding, verdict
-from .formula import weights
+from .formula import relative, weights
 
 
 def measure(n: int = 11, d: int = 16) -> Finding:
@@ -26,7 +26,7 @@ def measure(n: int = 11, d: int = 16) -> Finding:
         "the same, alpha_ij of query j and key i": torch.einsum("ji,jd->jd", alpha, v[0]),
         "sum over j of alpha_ij V_j": torch.einsum("ij,jd->id", alpha, v[0]),
     }
-    errors = {name: float((out - exact).norm() / exact.norm()) for name, out in readings.items()}
+    errors = {name: relative(out, exact) for name, out in readings.items()}
     first, second, right = errors.values()
     return Finding(
         claim="Output = sum_i alpha_ij V_j",

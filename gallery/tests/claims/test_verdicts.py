@@ -116,3 +116,9 @@ def test_fewer_flops_with_fewer_key_heads_would_be_right(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "attention_flops", lambda n, key_heads: key_heads)
     monkeypatch.setattr(module, "CallSpec", lambda B, heads, n, d, Hkv: cost(B, Hkv, n, d, Hkv=Hkv))
     assert module.measure().verdict == "right"
+
+
+def test_grouped_heads_that_save_nothing_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = experiment("grouped_flops")
+    monkeypatch.setattr(module, "cache_bytes", lambda n, key_heads: 8192 * n)
+    assert module.measure().verdict == "wrong"

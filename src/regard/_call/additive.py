@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Mask
+from .check import fail
 from .layout import canonical
 from .make import make
 from .spec import QKV, Options, Spec
@@ -49,6 +50,9 @@ def check(
     has the caller's layout.
     """
     problem = make(*qkv, Options(mask, dropout=dropout))
+    for name, x in zip("qk", qkv, strict=False):
+        if x.shape[-3:-2] not in ((), (1,)) or x.shape[-1] != len(score):
+            fail(ValueError, name, f"(..., 1, L, hidden = {len(score)}), one head", tuple(x.shape))
     p = canonical(problem)
     program = None if problem.mask is None else problem.mask.lower()
     seed = None

@@ -2,7 +2,7 @@
 
 A public function takes `**unknown: NoReturn`, raises `unknown_keyword(function, unknown)` if `unknown`
 is not empty, and is decorated with `hide_unknown`. A constructor with required arguments is decorated
-with `check_keywords` instead.
+with `check_keywords` instead, a function that passes its options to a constructor with `check_options`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ FORMS = {
     },
     "__init__": {
         "write d_model=": "embed_dim hidden_size dim",
-        "write heads=": "num_heads n_heads nhead num_attention_heads",
+        "write heads=": "num_heads n_heads n_head nheads nhead h num_attention_heads",
         "write kv_heads=": "num_kv_heads n_kv_heads num_key_value_heads",
         "write head_dim=": "dim_head",
         "write kv_model=, the width of the context": "kdim",
@@ -106,7 +106,8 @@ FORMS = {
     "AdditiveAttention.__init__": {
         "write hidden=": "num_hiddens hidden_dim units",
         "write d_model=, and hidden= for the hidden layer": "hidden_size",
-        "leave it out: additive attention has one head": "heads num_heads n_heads nhead",
+        "leave it out: additive attention has one head":
+            "heads num_heads n_heads n_head nheads nhead h num_attention_heads",
     },
 }  # fmt: skip
 WORDS = {
@@ -128,16 +129,24 @@ def check_keywords(init: F) -> F:
 
     `Attention(64, num_heads=8)` lacks `heads`, because of the unknown keyword.
     """
-    hidden = hide_unknown(init)
-    names = inspect.signature(hidden).parameters
+    return check_options(init)(hide_unknown(init))
 
-    @functools.wraps(init)
-    def checked(*args: Any, **options: Any) -> None:
-        if unknown := [name for name in options if name not in names]:
-            raise unknown_keyword(init, unknown)
-        init(*args, **options)
 
-    return checked  # type: ignore[return-value]
+def check_options(init: Callable[..., Any]) -> Callable[[F], F]:
+    """Does the same as `check_keywords` for a function that passes its options to the constructor `init`."""
+
+    def decorated(function: F) -> F:
+        names = {*inspect.signature(init).parameters, *inspect.signature(function).parameters}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            if unknown := [name for name in options if name not in names]:
+                raise unknown_keyword(init, unknown)
+            return function(*args, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 def unknown_keyword(function: Callable[..., Any], unknown: Iterable[str]) -> TypeError:

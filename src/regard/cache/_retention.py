@@ -13,8 +13,8 @@ from torch import Tensor
 from .._api.merge import merge
 from .._call.spec import Options
 from .._tools.arguments import count, describe
-from ..masks import Mask, MaskKind, Prefix, Window
-from ._attend import CAUSAL, CacheOptions, Result, attend
+from ..masks import Mask, MaskKind, sliding, streaming
+from ._attend import CacheOptions, Result, attend
 from ._checks import Chunk, check_saved_lengths
 from ._counts import Count, largest, minus, per_sample, plus, shared
 from ._rows import RowStorage
@@ -99,8 +99,8 @@ class KeepWindow:
         self.window, self.sinks, self.rollback = window, sinks, rollback
         self.needed = sinks + window + rollback
         self.capacity = self.needed + spare
-        self.recent = Window(window - 1, 0)
-        self.visible: Mask = CAUSAL & (self.recent | Prefix(sinks)) if sinks else self.recent
+        self.recent = sliding(window)
+        self.visible = streaming(window, sinks) if sinks else self.recent
 
     def with_room(self, content: Content, new: Count) -> Content:
         if largest(plus(content.held, new)) <= content.storage.rows:

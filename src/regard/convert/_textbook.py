@@ -226,5 +226,7 @@ def _biases(parts: dict[str, Tensor], widths: list[int]) -> list[Tensor] | None:
 def _quotient(what: str, rows: int, by: int) -> int:
     """Returns rows / by. Raises ValueError if the rows of a projection do not divide evenly."""
     if by < 1 or rows % by or not rows:
-        raise ValueError(f"heads: expected {rows} channels of {what} to be a multiple of {by}; check heads")
+        raise ValueError(
+            f"state_dict: expected a multiple of {by} channels of {what}, got {rows}; check heads, kv_heads"
+        )
     return rows // by

@@ -48,7 +48,7 @@ def distances(name: str, window: int | tuple[int, int], causal: bool = False) ->
     A number counts keys, the query's own included: an odd number, centred on the query, or with
     `causal` any number, ending with the query. A pair is (left, right).
     """
-    if isinstance(window, tuple):
+    if isinstance(window, (tuple, list)):
         if len(window) != 2:
             raise ValueError(f"{name}: expected a number of keys or distances (left, right), got {window}")
         return count(f"{name}[0]", window[0]), count(f"{name}[1]", window[1])

@@ -17,8 +17,8 @@ def finite_padding(x: Tensor, lengths: Any = None, *masks: Any) -> Tensor:
     """Returns x (..., L, d_model) with zeros in tokens of the padding that have NaN or Inf.
 
     The gradient of a projection's weight is x^T g. In padding, g is 0, but 0 * NaN is NaN. All other
-    tokens stay as they are. Padding is what `lengths` (...) and the masks
-    declare for keys x: tokens from `Lengths` on, and tokens whose id in `Documents` is negative.
+    tokens stay as they are. Padding is what `lengths` (...) and the masks declare for keys x: tokens
+    from `Lengths` on, and tokens whose id in `Documents` is negative.
     """
     padding = declared_padding(x, lengths, *masks)
     return x if padding is None else finite_where(padding, x)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._tools.words import check_options
 from ..masks import Causal, Mask
 from ._module import CheckedModule
 from ._options import CacheLike, Context, Memory
@@ -206,6 +207,7 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 # Constructors of common blocks
 
 
+@check_options(Attention.__init__)
 def EncoderBlock(
     d_model: int, heads: int, *, hidden: int | None = None, residual: Residual = PreNorm, **options: Any
 ) -> Block:
@@ -216,6 +218,7 @@ def EncoderBlock(
     return Block(Attention(d_model, heads, **options), FeedForward(d_model, hidden), residual=residual)
 
 
+@check_options(Attention.__init__)
 def DecoderBlock(
     d_model: int, heads: int, *, kv_model: int | None = None, hidden: int | None = None,
     residual: Residual = PreNorm, **options: Any,

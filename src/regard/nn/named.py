@@ -8,13 +8,15 @@ from torch import Tensor
 
 from .._api.attention import attention, weights
 from .._tools.arguments import probability
+from .._tools.words import check_options
 from ..masks import Causal, Mask
 from ._module import CheckedModule
 from .attention import Attention
 
-OTHER_NAMES = {"n_heads", "n_head", "num_heads", "nheads", "nhead", "h"}  # names of `heads` in textbooks
+named = check_options(Attention.__init__)
 
 
+@named
 def SelfAttention(
     d_model: int, *positional: int, heads: int = 1, d_k: int | None = None, d_v: int | None = None,
     **options: Any,
@@ -32,19 +34,21 @@ def SelfAttention(
         >>> regard.nn.SelfAttention(16, d_k=8, d_v=6, out=False)(torch.randn(2, 5, 16)).shape
         torch.Size([2, 5, 6])
     """
-    _check_names("SelfAttention", d_model, positional, options)
+    _check_names("SelfAttention", d_model, positional)
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, **options)
 
 
+@named
 def CausalSelfAttention(
     d_model: int, *positional: int, heads: int = 1, d_k: int | None = None, d_v: int | None = None,
     **options: Any,
 ) -> Attention:  # fmt: skip
     """Returns a `SelfAttention` with the mask `Causal()`, as in GPT. The arguments are the same."""
-    _check_names("CausalSelfAttention", d_model, positional, options)
+    _check_names("CausalSelfAttention", d_model, positional)
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, **{"mask": Causal()} | options)
 
 
+@named
 def CrossAttention(
     d_model: int, *positional: int, heads: int = 1, d_k: int | None = None, d_v: int | None = None,
     kv_model: int | None = None, **options: Any,
@@ -54,11 +58,12 @@ def CrossAttention(
     Call it as `attend(x, context)`. `kv_model` defaults to `d_model`. The other arguments are those
     of `SelfAttention`.
     """
-    _check_names("CrossAttention", d_model, positional, options)
+    _check_names("CrossAttention", d_model, positional)
     kv_model = d_model if kv_model is None else kv_model
     return Attention(d_model, heads, head_dim=d_k, value_dim=d_v, kv_model=kv_model, **options)
 
 
+@named
 def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
     """Returns an `Attention` with one key head for all query heads.
 
@@ -67,6 +72,7 @@ def MultiQueryAttention(d_model: int, heads: int, **options: Any) -> Attention:
     return Attention(d_model, heads, kv_heads=1, **options)
 
 
+@named
 def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: Any) -> Attention:
     """Returns an `Attention` in which `heads / kv_heads` query heads share each key head.
 
@@ -75,21 +81,14 @@ def GroupedQueryAttention(d_model: int, heads: int, kv_heads: int, **options: An
     return Attention(d_model, heads, kv_heads=kv_heads, **options)
 
 
-def _check_names(name: str, d_model: int, positional: tuple[int, ...], options: dict[str, Any]) -> None:
-    """Raises TypeError for a second number by position, which may be the number of heads or d_k.
-
-    Also raises for other names of `heads`.
-    """
+def _check_names(name: str, d_model: int, positional: tuple[int, ...]) -> None:
+    """Raises TypeError for a second number by position, which may be the number of heads or d_k."""
     if positional:
         n = positional[0]
         raise TypeError(
             f"{name}: expected sizes after d_model by name, got {', '.join(map(repr, positional))}; write "
             f"{name}({d_model}, heads={n}) for {n} heads, or {name}({d_model}, d_k={n}) for queries and "
             f"keys of width {n}"
-        )
-    for other in OTHER_NAMES & options.keys():
-        raise TypeError(
-            f"{other}: expected the name heads; write {name}({d_model}, heads={options[other]!r})"
         )
 
 

@@ -300,11 +300,9 @@ class Recorder:
         return self.tokens if self.tokens and fits and len(self.tokens) == B else None
 
     def _tokens_of_keys(self, B: int, Lk: int) -> Tokens | None:
-        fits = self.key_tokens is not None and (max(map(len, self.key_tokens)), len(self.key_tokens)) == (
-            Lk,
-            B,
-        )
-        return self.key_tokens if fits else None
+        """Returns the tokens of the keys of all samples if there are as many as in the call, else None."""
+        keys = self.key_tokens
+        return keys if keys is not None and len(keys) == B and max(map(len, keys)) == Lk else None
 
     def _without_padding(
         self, options: dict[str, Any], tokens: Tokens | None, q: Tensor, Lk: int

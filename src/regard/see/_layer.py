@@ -136,9 +136,8 @@ class Layer:
         return _html.layer(self)
 
 
-def _texts(
-    tokens: tuple[tuple[str, ...], ...] | None, sample: int, first: int, n: int
-) -> tuple[str, ...]:  # fmt: skip
+def _texts(tokens: tuple[tuple[str, ...], ...] | None, sample: int, first: int, n: int) -> tuple[str, ...]:
+    """Returns the tokens of a sample, or n positions from `first` on if the tokens are unknown."""
     return tuple(map(str, range(first, first + n))) if tokens is None else tokens[sample]
 
 

@@ -58,9 +58,7 @@ def from_weights(
     return seen
 
 
-def recording(
-    seen: Any, tokens: _tokens.Texts | None, key_tokens: _tokens.Texts | None = None
-) -> Capture:  # fmt: skip
+def recording(seen: Any, tokens: _tokens.Texts | None, key_tokens: _tokens.Texts | None = None) -> Capture:
     """Returns `seen` if it is a recording already. Converts weights to a recording."""
     if isinstance(seen, Capture):
         _unused(seen, tokens=tokens, key_tokens=key_tokens)
@@ -68,9 +66,7 @@ def recording(
     return from_weights(seen, tokens, key_tokens=key_tokens)
 
 
-def head_of(
-    weights: Any, labels: Labels, layer: int | str | None, head: int | None, sample: int
-) -> Head:  # fmt: skip
+def head_of(weights: Any, labels: Labels, layer: int | str | None, head: int | None, sample: int) -> Head:
     """Returns one head of a recording, or of given weights, of which only this layer is recorded."""
     if isinstance(weights, Head):
         _unused(weights, **labels._asdict(), layer=layer, head=head)
