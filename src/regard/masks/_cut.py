@@ -129,7 +129,7 @@ def _length(letter: str, name: str, mask: Mask, given: int | None, end: int, dim
     known = [n for n in (atom._sizes()[dim] for atom in _all(mask)) if n]
     if given is None and dim == 1 and any(atom._op is Op.RANDOM for atom in _all(mask)):
         raise ValueError(
-            f"cut(Lk): expected Lk, because the blocks that RandomBlocks chooses depend on it, got None"
+            "cut(Lk): expected Lk, because the blocks that RandomBlocks chooses depend on it, got None"
         )
     length = min(known, default=end) if given is None else count(f"cut({letter})", given)
     if end > length:

@@ -1,0 +1,85 @@
+"""A pool of gloo processes that tests share: starting a process takes longer than most tests."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+WORLD = 4
+TIMEOUT = 60  # seconds
+
+
+class Failure(Exception):
+    """An exception of a rank, with its traceback as text."""
+
+
+class Ranks:
+    """WORLD processes. `run(n, function, ...)` calls a function on the first n of them."""
+
+    def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
+        context = mp.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self.folder.name, "store")
+        self.tasks = [context.Queue() for _ in range(world)]
+        self.results = [context.Queue() for _ in range(world)]
+        self.processes = [
+            context.Process(target=_work, args=(rank, world, store, timeout, *queues), daemon=True)
+            for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, shape: int | tuple[int, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns `function(mesh, *args)` of each rank of a mesh. Raises Failure if a rank raised."""
+        outcomes = self.outcomes(shape, function, *args)
+        failures = [f"rank {rank}:\n{x}" for rank, x in enumerate(outcomes) if isinstance(x, Failure)]
+        if failures:
+            raise Failure("\n".join(failures))
+        return outcomes
+
+    def outcomes(self, shape: int | tuple[int, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns results, and a Failure for each rank that raised."""
+        n = shape if isinstance(shape, int) else shape[0] * shape[1]
+        for queue in self.tasks[:n]:
+            queue.put((shape, function, args))
+        return [queue.get(timeout=300) for queue in self.results[:n]]
+
+    def close(self) -> None:
+        for queue in self.tasks:
+            queue.put(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _work(rank: int, world: int, store: str, timeout: float, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+    meshes: dict[Any, DeviceMesh] = {}
+    for n in range(1, world + 1):
+        meshes[n] = DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",))
+    for rows, columns in ((2, 2), (1, 2), (2, 1)):
+        if rows * columns <= world:
+            ranks = torch.arange(rows * columns).view(rows, columns)
+            meshes[rows, columns] = DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "ulysses"))
+    while (task := tasks.get()) is not None:
+        shape, function, args = task
+        try:
+            results.put(function(meshes[shape], *args))
+        except BaseException as error:
+            results.put(Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
