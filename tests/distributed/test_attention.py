@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -119,7 +119,7 @@ def test_cross_attention_with_two_layouts(ranks: Ranks, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60)
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
 @given(mask_strategy(sizes=(1, 3, 7, 17, 40), batches=((2,),)), st.data())
 def test_every_mask(ranks: Ranks, method: str, generated: Case, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, min(4, generated.heads) if method == "ulysses" else 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -15,7 +16,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-TIMEOUT = 60  # seconds
+TIMEOUT = 10  # seconds until a rank gives up waiting for another
+STUCK = 60  # seconds after which a task prints its stack and ends its process
 
 
 class Failure(Exception):
@@ -51,7 +53,7 @@ class Ranks:
         n = shape if isinstance(shape, int) else shape[0] * shape[1]
         for queue in self.tasks[:n]:
             queue.put((shape, function, args))
-        return [queue.get(timeout=300) for queue in self.results[:n]]
+        return [queue.get(timeout=2 * STUCK) for queue in self.results[:n]]
 
     def close(self) -> None:
         for queue in self.tasks:
@@ -71,15 +73,20 @@ def _work(rank: int, world: int, store: str, timeout: float, tasks: Any, results
     )  # fmt: skip
     meshes: dict[Any, DeviceMesh] = {}
     for n in range(1, world + 1):
-        meshes[n] = DeviceMesh("cpu", list(range(n)), mesh_dim_names=("cp",))
+        # A mesh made by DeviceMesh itself would have the default time-out.
+        group = dist.new_group(list(range(n)), timeout=datetime.timedelta(seconds=timeout))
+        if rank < n:
+            meshes[n] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
     for rows, columns in ((2, 2), (1, 2), (2, 1)):
         if rows * columns <= world:
             ranks = torch.arange(rows * columns).view(rows, columns)
             meshes[rows, columns] = DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "ulysses"))
     while (task := tasks.get()) is not None:
         shape, function, args = task
+        faulthandler.dump_traceback_later(STUCK, exit=True)
         try:
             results.put(function(meshes[shape], *args))
         except BaseException as error:
             results.put(Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

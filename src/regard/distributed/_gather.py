@@ -8,16 +8,19 @@ ranks hold are zeros, and their results are dropped.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .._autograd.attention import run
 from .._backends.dispatch import choose
+from .._call.spec import compute_dtype
 from ..masks import Mask
 from ..masks._program import Op
 from ._call import DistributedCall
-from ._group import Group, swapped
+from ._group import Group, swap
 from ._pairs import Run
 from ._ring import Schedule, local_rows
 from .layouts import take
@@ -28,7 +31,7 @@ MAX_STEP = 64  # larger dilations do not align windows
 
 def gather(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns this rank's shards of out and the LSE."""
-    k, v = (gathered(call, group, x) for x in (k, v))
+    k, v = Gathered.apply(Schedule(call, group), k, v)  # type: ignore[no-untyped-call]
     runs = call.q_layout.runs[group.rank]
     rows, results = local_rows(runs), []
     for window, inside in windows(runs, call.Lq, PANELS * _dilation(call.options.mask)):
@@ -44,22 +47,53 @@ def gather(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def gathered(call: DistributedCall, group: Group, x: Tensor) -> Tensor:
-    """Returns all keys or values (B, Hkv, Lk, D). Runs that no query may attend to are zeros."""
-    schedule = Schedule(call, group)
-    rows = local_rows(call.k_layout.runs[group.rank])
+class Gathered(Function):
+    """Maps a rank's keys and values to those of all ranks, (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv).
+
+    Runs that no query of the rank may attend to are not sent, and are zeros. One Function for both
+    tensors, always in the graph: the ranks exchange gradients in the same order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.schedule = schedule
+        return _all_runs(schedule, k), _all_runs(schedule, v)
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
+        return None, _own_runs(ctx.schedule, dk), _own_runs(ctx.schedule, dv)
+
+
+def _all_runs(schedule: Schedule, x: Tensor) -> Tensor:
+    group, layout = schedule.group, schedule.call.k_layout
+    rows = local_rows(layout.runs[group.rank])
     sends = []
     for receiver in range(group.size):
         runs = schedule.needed(receiver, group.rank)
         sends.append(take(x, [(rows[a].start, rows[a].stop) for a in runs], 2))
     needed = [schedule.needed(group.rank, owner) for owner in range(group.size)]
-    shapes = [(*x.shape[:2], sum(end - begin for begin, end in runs), x.shape[3]) for runs in needed]
-    pieces: dict[Run, Tensor] = {}
-    for runs, received in zip(needed, swapped(group, sends, shapes), strict=True):
-        pieces |= zip(runs, received.split([end - begin for begin, end in runs], 2), strict=True)
-    every = sorted(a for runs in call.k_layout.runs for a in runs)
-    whole = [pieces[a] if a in pieces else x.new_zeros(*x.shape[:2], a[1] - a[0], x.shape[3]) for a in every]
-    return torch.cat(whole, 2) if whole else x
+    whole = x.new_zeros(*x.shape[:2], layout.L, x.shape[3])
+    for runs, received in zip(needed, swap(group, sends, _shapes(x, needed)), strict=True):
+        for (begin, end), at in zip(runs, local_rows(tuple(runs)).values(), strict=True):
+            whole[:, :, begin:end] = received[:, :, at]
+    return whole
+
+
+def _own_runs(schedule: Schedule, grad: Tensor) -> Tensor:
+    """Returns the sum of all ranks' gradients of this rank's rows, in the order of the ranks."""
+    group, layout = schedule.group, schedule.call.k_layout
+    sends = [take(grad, schedule.needed(group.rank, owner), 2) for owner in range(group.size)]
+    needed = [schedule.needed(receiver, group.rank) for receiver in range(group.size)]
+    rows, n = local_rows(layout.runs[group.rank]), layout.lengths[group.rank]
+    total = grad.new_zeros((*grad.shape[:2], n, grad.shape[3]), dtype=compute_dtype(grad.dtype))
+    for runs, received in zip(needed, swap(group, sends, _shapes(grad, needed)), strict=True):
+        for run, at in local_rows(tuple(runs)).items():
+            total[:, :, rows[run]] += received[:, :, at]
+    return total.to(grad.dtype)
+
+
+def _shapes(x: Tensor, runs: list[list[Run]]) -> list[tuple[int, ...]]:
+    return [(*x.shape[:2], sum(end - begin for begin, end in own), x.shape[3]) for own in runs]
 
 
 def attend(

@@ -58,7 +58,7 @@ def _count(call: PairCounter, queries: Run, keys: Run) -> int:
     if core.reason_unavailable() is not None:
         dense = mask.to_dense(rows, columns, offset, call.heads)
         return int(dense.expand(*common_shape(dense.shape, (call.B, call.heads, rows, columns))).sum())
-    q, k = (torch.empty(call.B, call.heads, n, 0, device="meta") for n in (rows, columns))
+    q, k = (torch.empty(call.B, call.heads, n, 0) for n in (rows, columns))
     return native.cost(make(q, k, k, Options(mask=mask, offset=offset, scale=1.0))).pairs
 
 
