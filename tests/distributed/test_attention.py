@@ -8,13 +8,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from regard import distributed as D, masks as M
-from regard.distributed import _group
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE
-from support.distributed import Sharded, case, joined, on_rank, single
+from support.distributed import Sharded, bytes_sent, case, changed_positions, joined, on_rank, single
 from support.ranks import Ranks
 from support.strategies import Case, mask_strategy
 
@@ -137,7 +135,9 @@ def test_repeated_calls_are_bitwise_equal(ranks: Ranks, method: str) -> None:
     shape = (2, 2) if method == "usp" else 4
     x = case(D.balanced(M.Causal(), L, 4), method, mask=M.Causal(), **options("bias"))
     first, second = (ranks.run(shape, on_rank, x) for _ in range(2))
-    assert all(torch.equal(a, b) for r, s in zip(first, second, strict=True) for a, b in zip(r, s, strict=True))
+    assert all(
+        torch.equal(a, b) for r, s in zip(first, second, strict=True) for a, b in zip(r, s, strict=True)
+    )
 
 
 def test_same_dropout_on_any_number_of_ranks(ranks: Ranks) -> None:
@@ -154,14 +154,6 @@ def test_same_dropout_on_any_number_of_ranks(ranks: Ranks) -> None:
 
 
 # Bytes
-
-
-def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
-    layout, rank = x.layout, mesh.get_local_rank()
-    q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, x.k, x.v))
-    _group.sent_bytes = 0
-    D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
-    return _group.sent_bytes
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -186,19 +178,6 @@ def test_no_byte_travels_for_documents_of_one_rank(ranks: Ranks) -> None:
 # Leaks
 
 
-def changed_positions(mesh: DeviceMesh, x: Sharded, token: int) -> Tensor:
-    """Returns which of this rank's queries change if the key and value of one token change."""
-    layout, rank = x.layout, mesh.get_local_rank()
-    results = []
-    for delta in (0.0, 100.0):
-        k, v = x.k.clone(), x.v.clone()
-        k[:, :, token] += delta
-        v[:, :, token] += delta
-        q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, k, v))
-        results.append(D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options))
-    return (results[0] != results[1]).any(-1)
-
-
 def test_a_token_changes_exactly_the_positions_that_the_mask_allows(ranks: Ranks) -> None:
     g = torch.Generator().manual_seed(3)
     n, probes = 96, 0
@@ -207,8 +186,9 @@ def test_a_token_changes_exactly_the_positions_that_the_mask_allows(ranks: Ranks
         ids = torch.randint(0, 5, (n,), generator=g).sort().values
         tokens = torch.randint(0, n, (3,), generator=g)
         kinds = [
-            M.Causal(), M.sliding(window), M.Documents(ids) & M.Causal(), M.sliding(window) | M.Global(tokens),
-            M.RandomBlocks(2, 8, seed=i) & M.Causal(), M.Dilated(1 + window % 7),
+            M.Causal(), M.sliding(window), M.Documents(ids) & M.Causal(),
+            M.sliding(window) | M.Global(tokens), M.RandomBlocks(2, 8, seed=i) & M.Causal(),
+            M.Dilated(1 + window % 7),
             M.Dense(torch.rand(n, n, generator=g) > 0.5), ~M.Documents(ids), M.Prefix(window) | M.Causal(),
             M.Blocks(torch.rand(1, 12, 12, generator=g) > 0.6, 8),
         ]  # fmt: skip

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from regard import distributed as D, masks as M
 from support import HAVE_CORE
+from support.distributed import unsharded
 from support.ranks import Ranks
 
 LAYOUTS = [D.contiguous, D.zigzag, lambda L, ranks: D.striped(L, ranks, 3)]
@@ -58,19 +58,13 @@ def test_unshard(ranks: Ranks) -> None:
         assert torch.equal(grad, torch.full((2, D.zigzag(13, 3).lengths[rank]), 1.0 + 2 + 3))
 
 
-def unsharded(mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    layout, rank = D.zigzag(13, 3), mesh.get_local_rank()
-    x = D.shard(torch.arange(26.0).view(2, 13), layout, rank, 1).requires_grad_()
-    whole = D.unshard(x, layout, mesh, 1)
-    (whole.sum() * (rank + 1)).backward()
-    return whole.detach(), x.grad
-
-
 BALANCED = {
     "none": lambda L, g: None,
     "causal": lambda L, g: M.Causal(),
-    "packed": lambda L, g: M.sliding(L // 9)
-    & M.Documents(torch.randint(0, L, (7,), generator=g).sort().values.searchsorted(torch.arange(L))),
+    "packed": lambda L, g: (
+        M.sliding(L // 9)
+        & M.Documents(torch.randint(0, L, (7,), generator=g).sort().values.searchsorted(torch.arange(L)))
+    ),
     "longformer": lambda L, g: M.sliding(L // 20) | M.Global(range(L // 30)),
     "dense": lambda L, g: M.Dense(torch.rand(L, L, generator=g) > 0.7),
 }

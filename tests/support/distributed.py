@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import distributed as D
+from regard.distributed import _group
+from regard.distributed.layouts import in_order
 from regard.scores import Alibi, RelativeBias
 
 PARAMETERS = ("bias", "sink")
@@ -83,9 +87,7 @@ def on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
     q, dout, dlse = (D.shard(t, layouts[0], rank, 2) for t in (x.q, x.dout, x.dlse))
     k, v = (D.shard(t, layouts[1], rank, 2) for t in (x.k, x.v))
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    out, lse = D.attention(
-        q, k, v, mesh=mesh, layout=x.layout, method=x.method, **options, return_lse=True
-    )
+    out, lse = D.attention(q, k, v, mesh=mesh, layout=x.layout, method=x.method, **options, return_lse=True)
     finite = lse.masked_fill(lse == -torch.inf, 0)
     loss = (out.float() * dout.float()).sum() + (finite * dlse).sum()
     grads = torch.autograd.grad(loss, (q, k, v, *leaves), allow_unused=True, materialize_grads=True)
@@ -96,7 +98,57 @@ def joined(x: Sharded, results: list[list[Tensor]]) -> list[Tensor]:
     """Returns the whole results from those of all ranks: shards joined, parameters' gradients summed."""
     q_layout, k_layout = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
     layouts = (q_layout, q_layout, q_layout, k_layout, k_layout)
-    from regard.distributed.layouts import in_order
-
     whole = [in_order([r[i] for r in results], layout, 2) for i, layout in enumerate(layouts)]
     return whole + [torch.stack(parts).sum(0) for parts in zip(*(r[5:] for r in results), strict=True)]
+
+
+def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
+    layout, rank = x.layout, mesh.get_local_rank()
+    q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, x.k, x.v))
+    _group.sent_bytes = 0
+    D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
+    return _group.sent_bytes
+
+
+def changed_positions(mesh: DeviceMesh, x: Sharded, token: int) -> Tensor:
+    """Returns which of this rank's queries change if the key and value of one token change."""
+    layout, rank = x.layout, mesh.get_local_rank()
+    results = []
+    for delta in (0.0, 100.0):
+        k, v = x.k.clone(), x.v.clone()
+        k[:, :, token] += delta
+        v[:, :, token] += delta
+        q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, k, v))
+        results.append(D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options))
+    return (results[0] != results[1]).any(-1)
+
+
+def unsharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor | None]:
+    layout, rank = D.zigzag(13, 3), mesh.get_local_rank()
+    x = D.shard(torch.arange(26.0).view(2, 13), layout, rank, 1).requires_grad_()
+    whole = D.unshard(x, layout, mesh, 1)
+    (whole.sum() * (rank + 1)).backward()
+    return whole.detach(), x.grad
+
+
+def call_with(mesh: DeviceMesh, lengths: list[int], of_ranks: list[dict[str, Any]]) -> Tensor:
+    """Calls attention with the lengths and options of this rank."""
+    rank = mesh.get_rank()
+    options = {"Hq": 4, "D": 8} | of_ranks[min(rank, len(of_ranks) - 1)]
+    Hq, width = options.pop("Hq"), options.pop("D")
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, Hq, lengths[rank], width) for _ in range(3))
+    return D.attention(q, k, v, mesh=mesh, **options)
+
+
+def dies(mesh: DeviceMesh) -> None:
+    if mesh.get_local_rank() == 1:
+        os._exit(1)
+    call_with(mesh, [9, 8], [{}])
+
+
+def stalls(mesh: DeviceMesh) -> None:
+    if mesh.get_local_rank() == 1:
+        time.sleep(12)
+        return
+    call_with(mesh, [9, 8], [{}])

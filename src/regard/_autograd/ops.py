@@ -136,8 +136,8 @@ def arguments(problem: Problem) -> FlatCall:
         seed = torch.tensor(p.seed) if isinstance(p.seed, int) else p.seed
     return FlatCall(
         p.q, p.k, p.v, p.bias_tensor, p.by_head, p.sink, p.tensors, p.offset, seed,
-        spec.code, () if p.origin == WHOLE else p.origin, 0 if spec.offset is None else spec.offset, spec.scale,
-        spec.softcap, spec.dropout, p.needs_grad,
+        spec.code, () if p.origin == WHOLE else p.origin, 0 if spec.offset is None else spec.offset,
+        spec.scale, spec.softcap, spec.dropout, p.needs_grad,
     )  # fmt: skip
 
 

@@ -55,8 +55,8 @@ class Header(NamedTuple):
 COMPARED = Header._fields[3:19]  # B to has_seed
 CHECKSUMS = {"method", "layout", "mask", "offset", "bias", "options", "sink"}
 ARGUMENTS = (
-    "another argument", "q", "k", "v", "mesh", "layout", "method", "mask", "offset", "bias", "scale", "softcap",
-    "sink", "dropout", "seed", "return_lse", "impl",
+    "another argument", "q", "k", "v", "mesh", "layout", "method", "mask", "offset", "bias", "scale",
+    "softcap", "sink", "dropout", "seed", "return_lse", "impl",
 )  # fmt: skip
 SHOWN = {"options": "scale, softcap, dropout, return_lse, impl"}
 
@@ -95,9 +95,7 @@ def _place(groups: list[Group]) -> tuple[int, int]:
     return ranks, rank
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, impl: str, dims: int
-) -> Options:
+def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, impl: str, dims: int) -> Options:
     """Checks what one rank can check. Returns the options with converted values."""
     check.check_tensors((q, k, v))
     for name, x in zip("qkv", (q, k, v), strict=True):
@@ -153,11 +151,11 @@ def _header(
     bits = (x is not None and x.requires_grad and torch.is_grad_enabled() for x in given)
     scalars = (options.scale, options.softcap, options.dropout, options.return_lse, impl)
     return Header(
-        0, q.shape[2], k.shape[2], *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], DTYPES.index(q.dtype),
-        sum(bit << i for i, bit in enumerate(bits)), _checksum(method), _checksum(layouts),
-        _checksum((code, [_contents(x, debug) for x in tensors])), _checksum(_contents(offset, True)),
-        _checksum((type(bias).__name__, _contents(learned(bias), debug))), _checksum(scalars),
-        _checksum(_contents(sink, debug)), debug,
+        0, q.shape[2], k.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3],
+        DTYPES.index(q.dtype), sum(bit << i for i, bit in enumerate(bits)), _checksum(method),
+        _checksum(layouts), _checksum((code, [_contents(x, debug) for x in tensors])),
+        _checksum(_contents(offset, True)), _checksum((type(bias).__name__, _contents(learned(bias), debug))),
+        _checksum(scalars), _checksum(_contents(sink, debug)), debug,
     )  # fmt: skip
 
 
@@ -168,7 +166,7 @@ def _contents(x: Any, debug: bool) -> object:
     if not debug:
         return tuple(x.shape), str(x.dtype)
     data = x.detach().cpu().contiguous().flatten()
-    return tuple(x.shape), str(x.dtype), zlib.crc32(data.view(torch.uint8).numpy())
+    return tuple(x.shape), str(x.dtype), zlib.crc32(data.view(torch.uint8).numpy().tobytes())
 
 
 def _checksum(value: object) -> int:
@@ -195,19 +193,21 @@ def _compare(headers: list[Header]) -> None:
     for rank, header in enumerate(headers):
         if header.failed:
             raise ValueError(
-                f"{ARGUMENTS[header.failed - 1]}: expected a valid argument on all ranks, got an invalid one on "
-                f"rank {rank}, whose own error describes it"
+                f"{ARGUMENTS[header.failed - 1]}: expected a valid argument on all ranks, got an invalid one "
+                f"on rank {rank}, whose own error describes it"
             )
         for name in COMPARED:
             here, there = getattr(header, name), getattr(first, name)
             if here != there:
                 got = "different ones" if name in CHECKSUMS else f"{there} and {here}"
                 raise ValueError(
-                    f"{SHOWN.get(name, name)}: expected the same on all ranks, got {got} on ranks 0 and {rank}"
+                    f"{SHOWN.get(name, name)}: expected the same on all ranks, "
+                    f"got {got} on ranks 0 and {rank}"
                 )
         if header.has_seed and header.seed != first.seed:
             raise ValueError(
-                f"seed: expected the same on all ranks, got {first.seed} and {header.seed} on ranks 0 and {rank}"
+                f"seed: expected the same on all ranks, got {first.seed} and {header.seed} "
+                f"on ranks 0 and {rank}"
             )
 
 
@@ -227,7 +227,13 @@ def _default(headers: list[Header], ranks: int) -> tuple[Layout, Layout]:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, layouts: tuple[Layout, Layout], impl: str, first: Header
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    layouts: tuple[Layout, Layout],
+    impl: str,
+    first: Header,
 ) -> DistributedCall:
     """Checks the options against the sizes of the whole call."""
     (q_layout, k_layout), mask, qkv = layouts, options.mask, (q, k, v)

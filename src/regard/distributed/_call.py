@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from torch import Tensor
 
 from .._call.dropout import Origin
@@ -78,7 +79,7 @@ class DistributedCall:
         """
         options = self.part(queries, keys)._replace(sink=None, return_lse=False)
         if bias is not None:
-            options = options._replace(bias=_sliced(bias, queries, keys))
+            options = options._replace(bias=sliced(bias, queries, keys))
         problem = canonical(self.problem(queries, keys, q, k, v, options))
         return problem._replace(by_head=by_head) if by_head is not None else problem
 
@@ -88,7 +89,7 @@ def bias_part(bias: Bias | None, queries: Run, keys: Run, heads: Run | None) -> 
     if bias is None or (heads is None and not isinstance(bias, Tensor)):
         return bias
     if isinstance(bias, Tensor):
-        bias = _sliced(bias, queries, keys)
+        bias = sliced(bias, queries, keys)
         if heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias.narrow(-3, heads[0], heads[1] - heads[0])
         return bias
@@ -101,7 +102,7 @@ def of_heads(x: Tensor | None, heads: Run) -> Tensor | None:
     return None if x is None else x[heads[0] : heads[1]]
 
 
-def _sliced(bias: Tensor, queries: Run, keys: Run) -> Tensor:
+def sliced(bias: Tensor, queries: Run, keys: Run) -> Tensor:
     """Returns a bias tensor of a rectangle. Dims of size 1 broadcast."""
     for dim, (begin, end) in ((-2, queries), (-1, keys)):
         if bias.ndim >= -dim and bias.shape[dim] != 1:

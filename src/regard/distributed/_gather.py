@@ -87,8 +87,8 @@ def _own_runs(schedule: Schedule, grad: Tensor) -> Tensor:
     rows, n = local_rows(layout.runs[group.rank]), layout.lengths[group.rank]
     total = grad.new_zeros((*grad.shape[:2], n, grad.shape[3]), dtype=compute_dtype(grad.dtype))
     for runs, received in zip(needed, swap(group, sends, _shapes(grad, needed)), strict=True):
-        for run, at in local_rows(tuple(runs)).items():
-            total[:, :, rows[run]] += received[:, :, at]
+        for a, at in local_rows(tuple(runs)).items():
+            total[:, :, rows[a]] += received[:, :, at]
     return total.to(grad.dtype)
 
 
@@ -105,7 +105,8 @@ def attend(
     name = choose(problem, call.impl)
     if name == "torch" and options.dropout:
         raise NotImplementedError(
-            "impl: expected 'native' or 'reference' with dropout, which draw one pattern on all ranks, got 'torch'"
+            "impl: expected 'native' or 'reference' with dropout, which draw one pattern on all ranks, "
+            "got 'torch'"
         )
     out, lse = run(problem, name)
     assert lse is not None

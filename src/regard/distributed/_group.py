@@ -67,7 +67,9 @@ def _named(group: Group, peer: str) -> Iterator[None]:
         ) from error
 
 
-def start(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Transfer:
+def start(
+    group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> Transfer:
     """Starts sending tensors to ranks and receiving into tensors. Skips empty tensors.
 
     Tensors must be contiguous. Messages between two ranks arrive in the order of the lists.

@@ -37,14 +37,14 @@ class PairCounter(NamedTuple):
 
     @property
     def total(self) -> int:
-        return self.count((0, self.Lq), (0, self.Lk))
+        return self.pairs((0, self.Lq), (0, self.Lk))
 
-    def count(self, queries: Run, keys: Run) -> int:
+    def pairs(self, queries: Run, keys: Run) -> int:
         """Returns the number of visible pairs, over all samples and heads."""
         return _count(self, queries, keys)
 
     def visible(self, queries: Run, keys: Run) -> bool:
-        return self.count(queries, keys) > 0
+        return self.pairs(queries, keys) > 0
 
 
 @functools.lru_cache(maxsize=65536)

@@ -18,10 +18,9 @@ from torch.autograd import Function
 
 from .._backends.native import attention as native
 from .._call.layout import ordered_like
-from .._call.make import _by_head
 from .._call.spec import Problem, compute_dtype
 from ..scores import Alibi, RelativeBias
-from ._call import DistributedCall
+from ._call import DistributedCall, sliced
 from ._group import Group, Transfer, start
 from ._pairs import Run
 from .layouts import take
@@ -116,8 +115,8 @@ class Accumulator:
     def add(self, rows: slice, out: Tensor, residual: Tensor | None, shift: Tensor, total: Tensor) -> None:
         if bool((total < 0).any()):
             raise FloatingPointError(
-                "regard.distributed: expected scores in the range of the compute type, got larger ones, whose "
-                "partial results the ring cannot merge; use method='gather' or 'ulysses'"
+                "regard.distributed: expected scores in the range of the compute type, got larger ones, "
+                "whose partial results the ring cannot merge; use method='gather' or 'ulysses'"
             )
         old, old_total = self.shift[:, :, rows], self.total[:, :, rows]
         shift = torch.where(total == 0, LOWEST, shift)
@@ -187,9 +186,10 @@ class RingBackward:
         self, schedule: Schedule, saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
         wanted: tuple[bool, ...],
     ) -> None:  # fmt: skip
-        self.schedule, self.dout, self.dlse, self.wanted = schedule, dout, dlse, wanted
+        self.schedule, self.dout, self.dlse, self.wanted = schedule, dout, dlse, without_sink(wanted)
         self.q, self.k, self.v, self.bias, self.by_head, self.sink, *results = saved
         self.out, self.residual, self.shift, self.total, self.lse = results
+        self.wants_sink = wanted[5]
         self.rows = local_rows(schedule.call.q_layout.runs[schedule.group.rank])
         self.key_rows = local_rows(schedule.call.k_layout.runs[schedule.group.rank])
         dtype = compute_dtype(self.q.dtype)
@@ -215,7 +215,7 @@ class RingBackward:
             self._finish(*returning)
         inputs = (self.q, self.k, self.v, self.bias, self.by_head)
         grads = [None if g is None else g.to(x.dtype) for g, x in zip(self.grads, inputs, strict=True)]
-        return *grads, self._sink() if self.wanted[5] else None
+        return *grads, self._sink() if self.wants_sink else None
 
     def _zeros(self, x: Tensor, wanted: bool) -> Tensor | None:
         return x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) if wanted else None
@@ -232,19 +232,16 @@ class RingBackward:
             torch.stack([self.shift[:, :, rows], self.total[:, :, rows]]),
             None if self.residual is None else _with_strides(self.residual[:, :, rows], p),
             self.dout[:, :, rows], None if self.dlse is None else self.dlse[:, :, rows],
-            (*self.wanted[:5], False),
+            self.wanted,
         )  # fmt: skip
         dq, _, _, dbias, dby_head = self.grads
-        for whole, part in ((dk, grads.k), (dv, grads.v)):
-            if whole is not None:
-                whole[:, :, at] += part
-        if dq is not None:
-            dq[:, :, rows] += grads.q
-        if dbias is not None:
-            from ._call import _sliced
-
-            _sliced(dbias, queries, keys).add_(grads.bias.reshape(_sliced(dbias, queries, keys).shape))
-        if dby_head is not None:
+        for whole, part, place in ((dk, grads.k, at), (dv, grads.v, at), (dq, grads.q, rows)):
+            if whole is not None and part is not None:
+                whole[:, :, place] += part
+        if dbias is not None and grads.bias is not None:
+            part_of_bias = sliced(dbias, queries, keys)
+            part_of_bias.add_(grads.bias.reshape(part_of_bias.shape))
+        if dby_head is not None and grads.by_head is not None:
             dby_head += grads.by_head
 
     def _send_back(self, step: int, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Run], Transfer]:
@@ -279,8 +276,14 @@ class RingBackward:
         out = self.out.to(dtype) if self.residual is None else self.out.to(dtype) + self.residual
         delta = (self.dout.to(dtype) * out).sum(-1)
         delta = delta if self.dlse is None else delta - self.dlse
-        weight = torch.exp(self.sink.to(dtype)[None, :, None] - self.lse)
-        return -(weight * delta).sum((0, 2)).to(self.sink.dtype)
+        weight: Tensor = torch.exp(self.sink.to(dtype)[None, :, None] - self.lse)
+        grad: Tensor = -(weight * delta).sum((0, 2))
+        return grad.to(self.sink.dtype)
+
+
+def without_sink(wanted: tuple[bool, ...]) -> tuple[bool, bool, bool, bool, bool, bool]:
+    q, k, v, bias, by_head, _ = wanted
+    return q, k, v, bias, by_head, False
 
 
 def _with_strides(out: Tensor, p: Problem) -> Tensor:

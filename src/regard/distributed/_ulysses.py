@@ -29,14 +29,12 @@ def head_shares(Hq: int, Hkv: int, ranks: int) -> list[tuple[Run, Run]]:
     sharing = [end - begin for begin, end in even(ranks, Hkv)]  # ranks of each key head
     if max(sharing) > group:
         raise ValueError(
-            f"mesh: expected at most Hq = {Hq} ranks with Hkv = {Hkv} key heads, so that each rank has a query "
-            f"head, got {ranks}; use method='ring' or 'gather', or Ulysses inside a ring: method='usp'"
+            f"mesh: expected at most Hq = {Hq} ranks with Hkv = {Hkv} key heads, so that each rank has a "
+            f"query head, got {ranks}; use method='ring' or 'gather', or Ulysses inside a ring: method='usp'"
         )
     shares = []
     for head, count in enumerate(sharing):
-        shares += [
-            ((head * group + a, head * group + b), (head, head + 1)) for a, b in even(group, count)
-        ]
+        shares += [((head * group + a, head * group + b), (head, head + 1)) for a, b in even(group, count)]
     return shares
 
 
@@ -58,11 +56,10 @@ def exchanged(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Runs `inner` on all tokens of this rank's heads, between two exchanges."""
     shares = head_shares(call.Hq, call.Hkv, group.size)
-    heads, key_heads = shares[group.rank]
-    q = _to_heads(group, q_layout, q, [share[0] for share in shares])
-    k, v = (_to_heads(group, k_layout, x, [share[1] for share in shares]) for x in (k, v))
-    out, lse = inner(q, k, v, heads)
-    query_heads = [share[0] for share in shares]
+    query_heads, key_heads = ([share[i] for share in shares] for i in (0, 1))
+    q = _to_heads(group, q_layout, q, query_heads)
+    k, v = (_to_heads(group, k_layout, x, key_heads) for x in (k, v))
+    out, lse = inner(q, k, v, query_heads[group.rank])
     out = _to_tokens(group, q_layout, out, query_heads)
     return out, _to_tokens(group, q_layout, lse[..., None], query_heads)[..., 0]
 
@@ -88,7 +85,7 @@ def usp(
 ) -> tuple[Tensor, Tensor]:
     """Ulysses among the ranks of `inner_group`, a ring among those of `outer`."""
     size, first = inner_group.size, outer.rank * inner_group.size
-    layouts = [_local(layout, first, size) for layout in (call.q_layout, call.k_layout)]
+    q_layout, k_layout = (_local(layout, first, size) for layout in (call.q_layout, call.k_layout))
 
     def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
         of_ring = replace(
@@ -98,7 +95,7 @@ def usp(
         )  # fmt: skip
         return ring(of_ring, outer, q, k, v)
 
-    return exchanged(call, inner_group, *layouts, q, k, v, inner)
+    return exchanged(call, inner_group, q_layout, k_layout, q, k, v, inner)
 
 
 def _local(layout: Layout, first: int, size: int) -> Layout:
@@ -107,6 +104,4 @@ def _local(layout: Layout, first: int, size: int) -> Layout:
     starts, position = {}, 0
     for begin, end in sorted(run for of_rank in runs for run in of_rank):
         starts[begin], position = position, position + end - begin
-    return Layout(
-        tuple(tuple((starts[a], starts[a] + b - a) for a, b in of_rank) for of_rank in runs)
-    )
+    return Layout(tuple(tuple((starts[a], starts[a] + b - a) for a, b in of_rank) for of_rank in runs))

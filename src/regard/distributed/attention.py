@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._call.check import as_mask, as_numbers, as_offset, as_seed
 from .._call.spec import Bias, Options
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
@@ -25,7 +24,7 @@ Layouts = Layout | tuple[Layout, Layout]
 
 
 @hide_unknown
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, layout: Layouts | None = None,
     method: str = "auto", debug: bool | None = None,
@@ -87,7 +86,11 @@ def _groups(mesh: DeviceMesh) -> list[Group]:
 def _run(
     call: DistributedCall, groups: list[Group], method: str, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    name = choose_method(call, groups, (q.shape[3], v.shape[3]), q.dtype.itemsize) if method == "auto" else method
+    name = (
+        choose_method(call, groups, (q.shape[3], v.shape[3]), q.dtype.itemsize)
+        if method == "auto"
+        else method
+    )
     if name == "usp":
-        return usp(call, *groups, q, k, v)
+        return usp(call, groups[0], groups[1], q, k, v)
     return {"ring": ring, "gather": gather, "ulysses": ulysses}[name](call, groups[0], q, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -116,9 +117,7 @@ def balanced(mask: Mask | None, L: int, ranks: int) -> Layout:
 def _deal(counter: PairCounter, pieces: int, ranks: int) -> tuple[float, list[list[Run]]]:
     """Deals blocks to ranks. Returns the slowest rank's share of the mean, and the runs."""
     largest = max(2 * counter.total // (pieces * ranks), 1)
-    blocks = [
-        piece for run in even(counter.Lq, pieces * ranks) for piece in _split(counter, run, largest)
-    ]
+    blocks = [piece for run in even(counter.Lq, pieces * ranks) for piece in _split(counter, run, largest)]
     heap = [(0, 0, rank) for rank in range(ranks)]  # pairs, tokens, rank
     dealt: list[list[Run]] = [[] for _ in range(ranks)]
     for pairs, (begin, end) in sorted(blocks, key=lambda block: (-block[0], block[1])):
@@ -131,7 +130,7 @@ def _deal(counter: PairCounter, pieces: int, ranks: int) -> tuple[float, list[li
 def _split(counter: PairCounter, run: Run, largest: int) -> list[tuple[int, Run]]:
     """Halves a run until each piece has at most `largest` pairs or one token."""
     begin, end = run
-    pairs = counter.count(run, (0, counter.Lk))
+    pairs = counter.pairs(run, (0, counter.Lk))
     if pairs <= largest or end - begin <= 1:
         return [(pairs, run)] if end > begin else []
     middle = (begin + end) // 2
@@ -146,7 +145,7 @@ def even(L: int, pieces: int) -> list[Run]:
     """Divides [0, L) into runs whose lengths differ by at most 1, longer ones first."""
     size, longer = divmod(L, pieces)
     starts = [i * size + min(i, longer) for i in range(pieces + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:

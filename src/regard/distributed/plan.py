@@ -120,7 +120,7 @@ def _ring(call: DistributedCall, width: tuple[int, int], itemsize: int) -> Distr
         row = call.B * call.Hkv * sum(width) * itemsize
         needed = [schedule.needed(rank, schedule.owner(step)) for step in range(ranks)]
         queries = call.q_layout.runs[rank]
-        pairs.append(tuple(sum(counter.count(q, k) for q in queries for k in runs) for runs in needed))
+        pairs.append(tuple(sum(counter.pairs(q, k) for q in queries for k in runs) for runs in needed))
         sizes.append((0, *(row * sum(b - a for a, b in runs) for runs in needed[1:])))
     return DistributedPlan("ring", call.q_layout, tuple(pairs), tuple(sizes))
 

@@ -16,7 +16,6 @@ from ._atoms import (
     RandomBlocks,
     Window,
 )
-from ._cut import Cut
 from ._convert import (
     Arguments,
     from_cu_seqlens,
@@ -31,6 +30,7 @@ from ._convert import (
     to_mha,
     to_sdpa,
 )
+from ._cut import Cut
 from ._flex import from_flex, to_flex, to_flex_mask_mod
 from ._mask import And, Mask, MaskKind, Not, Or, PerHead
 from ._patterns import bigbird, chunked, longformer, prefix_lm, sliding, streaming

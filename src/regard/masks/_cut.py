@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from .._tools.arguments import count
-from .._tools.values import value
-from ._mask import CallSizes, Combination, Mask, MaskKind, _NaryOperator, decode, declare
+from ._mask import CallSizes, Combination, Mask, MaskKind, _NaryOperator, declare, decode
 from ._pairs import FlexCall, Grid, Mod, Rectangle
 from ._program import Op, Pool, node
 
@@ -55,7 +53,7 @@ class Cut(Combination):
         self.mask._check(CallSizes(sizes.batch, heads, self.Lq, self.Lk))
 
     @property
-    def _max_length(self) -> int:  # type: ignore[override]
+    def _max_length(self) -> int:
         return 0  # lengths count keys of the whole call
 
     def _dense(self, grid: Grid) -> Tensor:
@@ -78,7 +76,7 @@ class Cut(Combination):
         return node(Op.CUT, *(getattr(self, name) for name in FIELDS), children=[self.mask._encode(pool)])
 
     @classmethod
-    def _decode(cls, words: tuple[int, ...], tensors: Sequence[Tensor]) -> Mask:
+    def _decode(cls, words: tuple[int, ...], tensors: Sequence[Tensor]) -> Cut:
         fields, child = words[: len(FIELDS)], words[len(FIELDS) :]
         return cls._of((decode(child, tensors),), *fields, None, None)
 

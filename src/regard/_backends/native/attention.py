@@ -243,8 +243,9 @@ def operands_of(
     offsets = problem.offset.contiguous() if problem.offset is not None else None
     operands = _core.Operands(
         bias=bias.data_ptr() if isinstance(bias, Tensor) else 0, by_head=address(by_head), distance_low=low,
-        distances=count, sink=address(sink), offsets=address(offsets), seed=problem.seed, origin=problem.origin,
-        stats=address(stats), residual=address(residual), tensors=_mask_tensors(problem),
+        distances=count, sink=address(sink), offsets=address(offsets), seed=problem.seed,
+        origin=problem.origin, stats=address(stats), residual=address(residual),
+        tensors=_mask_tensors(problem),
     )  # fmt: skip
     return operands, (by_head, sink, offsets)
 
