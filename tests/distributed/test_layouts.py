@@ -58,13 +58,15 @@ def test_unshard(ranks: Ranks) -> None:
         assert torch.equal(grad, torch.full((2, D.zigzag(13, 3).lengths[rank]), 1.0 + 2 + 3))
 
 
+def documents(L: int, g: torch.Generator) -> torch.Tensor:
+    """Returns the ids of 8 documents of random lengths."""
+    return torch.searchsorted(torch.randint(0, L, (7,), generator=g).sort().values, torch.arange(L))
+
+
 BALANCED = {
     "none": lambda L, g: None,
     "causal": lambda L, g: M.Causal(),
-    "packed": lambda L, g: (
-        M.sliding(L // 9)
-        & M.Documents(torch.randint(0, L, (7,), generator=g).sort().values.searchsorted(torch.arange(L)))
-    ),
+    "packed": lambda L, g: M.sliding(L // 9) & M.Documents(documents(L, g)),
     "longformer": lambda L, g: M.sliding(L // 20) | M.Global(range(L // 30)),
     "dense": lambda L, g: M.Dense(torch.rand(L, L, generator=g) > 0.7),
 }

@@ -152,3 +152,19 @@ def stalls(mesh: DeviceMesh) -> None:
         time.sleep(12)
         return
     call_with(mesh, [9, 8], [{}])
+
+
+def train_example(mesh: DeviceMesh, steps: int) -> list[float]:
+    """Runs examples/train_distributed.py. Returns the loss of each step."""
+    import importlib.util
+
+    from support import ROOT
+
+    spec = importlib.util.spec_from_file_location(
+        "train_distributed", ROOT / "examples" / "train_distributed.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(mesh, steps)
