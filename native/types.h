@@ -56,8 +56,8 @@ struct Spec {
                              // storage, K's and V's dim B is the page and dim L is the row within the page.
 };
 
-// Where a call lies in a larger one whose dropout pattern it draws: the weight of sample b, head h, query i and
-// key j has the random number of head index head + b * heads + h, query query + i and key key + j.
+// Where a call lies in a larger one whose dropout pattern it draws: the weight of sample b, head h, query i
+// and key j has the random number of head index head + b * heads + h, query query + i and key key + j.
 struct DropoutOrigin {
   int64_t head, heads;  // heads 0: Spec::Hq
   int64_t query, key;

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard._autograd.attention import run
-from regard._call.dropout import Origin
+from regard._call.dropout import DropoutOrigin
 from regard._call.make import make
 from regard._call.spec import Options
 from support import HAVE_CORE
@@ -25,7 +25,7 @@ def kept(impl: str, rows: slice, keys: slice, heads: slice, extra: int = 0) -> T
     q = torch.zeros(B, heads.stop - heads.start, rows.stop - rows.start, D)
     v = torch.cat([torch.eye(n), torch.zeros(n, extra)], 1).expand(B, q.shape[1], n, n + extra)
     problem = make(q, torch.zeros(B, q.shape[1], n, D), v, Options(dropout=0.5, seed=7))
-    problem = problem._replace(origin=Origin(heads.start, H, rows.start, keys.start))
+    problem = problem._replace(origin=DropoutOrigin(heads.start, H, rows.start, keys.start))
     return run(problem, impl)[0][..., :n] != 0
 
 
@@ -47,7 +47,7 @@ def test_gradient_has_the_pattern_of_forward(impl: str, keys: slice) -> None:
     n = keys.stop - keys.start
     q, k = torch.randn(B, H, 40, D), torch.randn(B, H, n, D)
     v = torch.eye(n).expand(B, H, n, n).clone().requires_grad_()
-    problem = make(q, k, v, Options(dropout=0.5, seed=7))._replace(origin=Origin(3, 9, 20, keys.start))
+    problem = make(q, k, v, Options(dropout=0.5, seed=7))._replace(origin=DropoutOrigin(3, 9, 20, keys.start))
     out = run(problem, impl)[0]
     dout = torch.randn_like(out)
     (dv,) = torch.autograd.grad(out, v, dout)
@@ -58,7 +58,7 @@ def test_gradient_has_the_pattern_of_forward(impl: str, keys: slice) -> None:
 def test_operators_keep_the_origin() -> None:
     """A profiled call goes through an operator."""
     q, k, v = (torch.randn(1, 2, 40, D, requires_grad=True) for _ in range(3))
-    problem = make(q, k, v, Options(dropout=0.5, seed=7))._replace(origin=Origin(3, 9, 20, 5))
+    problem = make(q, k, v, Options(dropout=0.5, seed=7))._replace(origin=DropoutOrigin(3, 9, 20, 5))
     plain, watched = (run(problem._replace(watched=w), "native")[0] for w in (False, True))
     assert torch.equal(plain, watched)
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (plain, watched)]

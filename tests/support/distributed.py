@@ -17,7 +17,7 @@ from regard.distributed import _group
 from regard.distributed.layouts import in_order
 from regard.scores import Alibi, RelativeBias
 
-PARAMETERS = ("bias", "sink")
+FAULT_TIMEOUT = 8.0  # seconds: the time-out of the process group in tests of faults
 
 
 @dataclass
@@ -149,7 +149,7 @@ def dies(mesh: DeviceMesh) -> None:
 
 def stalls(mesh: DeviceMesh) -> None:
     if mesh.get_local_rank() == 1:
-        time.sleep(12)
+        time.sleep(3 * FAULT_TIMEOUT)
         return
     call_with(mesh, [9, 8], [{}])
 

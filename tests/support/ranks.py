@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import os
+import queue
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-TIMEOUT = 10  # seconds until a rank gives up waiting for another
-STUCK = 60  # seconds after which a task prints its stack and ends its process
+TIMEOUT = 60.0  # seconds until a rank gives up waiting for another
+STUCK = 300  # seconds after which a task prints its stack and ends its process
+POLL = 1.0  # seconds between checks that a process lives
 
 
 class Failure(Exception):
@@ -51,13 +53,23 @@ class Ranks:
     def outcomes(self, shape: int | tuple[int, int], function: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns results, and a Failure for each rank that raised."""
         n = shape if isinstance(shape, int) else shape[0] * shape[1]
-        for queue in self.tasks[:n]:
-            queue.put((shape, function, args))
-        return [queue.get(timeout=2 * STUCK) for queue in self.results[:n]]
+        for tasks in self.tasks[:n]:
+            tasks.put((shape, function, args))
+        return [self.result(rank) for rank in range(n)]
+
+    def result(self, rank: int) -> Any:
+        """Waits for the result of a rank. Raises Failure if its process ended without one."""
+        while True:
+            alive = self.processes[rank].is_alive()
+            try:
+                return self.results[rank].get(timeout=POLL)
+            except queue.Empty:
+                if not alive:
+                    raise Failure(f"rank {rank}: its process ended") from None
 
     def close(self) -> None:
-        for queue in self.tasks:
-            queue.put(None)
+        for tasks in self.tasks:
+            tasks.put(None)
         for process in self.processes:
             process.join(10)
             if process.is_alive():

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._backends.native import attention as _native
 from .._backends.torch import higher as _higher
-from .._call.dropout import WHOLE, Origin
+from .._call.dropout import WHOLE, DropoutOrigin
 from .._call.layout import canonical, ordered_like, spec_of
 from .._call.make import specs
 from .._call.memory import remember
@@ -45,7 +45,7 @@ class FlatCall(NamedTuple):
     offsets: Maybe  # (B,) int64
     seed: Maybe  # () int64, with dropout
     code: Sequence[int]  # the mask program
-    origin: Sequence[int]  # of dropout: the fields of Origin, or nothing
+    origin: Sequence[int]  # of dropout: the fields of DropoutOrigin, or nothing
     offset: int  # used if `offsets` is None
     scale: float
     softcap: float | None
@@ -152,7 +152,7 @@ def problem_of(call: FlatCall) -> Problem:
     )  # fmt: skip
     spec = specs.get(key) or remember(specs, key, _spec(call))
     seed_bits = int(seed) if seed is not None else 0
-    call_origin = Origin(*origin) if origin else WHOLE
+    call_origin = DropoutOrigin(*origin) if origin else WHOLE
     return Problem(
         spec,
         q,

@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 LOW = 0xFFFFFFFF
 
 
-class Origin(NamedTuple):
+class DropoutOrigin(NamedTuple):
     """Where a call lies in a larger call whose dropout pattern it draws.
 
     The weight (b, h, i, j) of the call has the random number of head index head + b * heads + h,
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
         return self.head + b * (self.heads or Hq) + h
 
 
-WHOLE = Origin()
+WHOLE = DropoutOrigin()
 
 
 def keep_mask(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._call.dropout import Origin
+from .._call.dropout import DropoutOrigin
 from .._call.layout import canonical
 from .._call.make import make
 from .._call.spec import Bias, Options, Problem
@@ -65,7 +65,7 @@ class DistributedCall:
     ) -> Problem:  # fmt: skip
         """Returns the problem of a part, which draws the dropout pattern of the whole call."""
         head = self.head + (0 if heads is None else heads[0])
-        origin = Origin(head, self.all_heads or self.Hq, queries[0], keys[0])
+        origin = DropoutOrigin(head, self.all_heads or self.Hq, queries[0], keys[0])
         problem = make(q, k, v, options)
         return problem._replace(origin=origin, watched=False)
 

@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
         return (self.group.rank + step) % self.group.size
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Runs of keys of one owner, concatenated: k (B, Hkv, n, D) and v (B, Hkv, n, Dv)."""
 
     runs: list[Run]
@@ -74,11 +74,11 @@ def local_rows(runs: tuple[Run, ...]) -> dict[Run, slice]:
     return rows
 
 
-def blocks(schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[Block]:
+def blocks(schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
     """Yields the block of each step. The next block travels while the caller uses one."""
     group, own = schedule.group, schedule.call.k_layout.runs[schedule.group.rank]
     rows = local_rows(own)
-    yield Block(list(own), k, v)
+    yield KeyBlock(list(own), k, v)
     following = _request(schedule, 1, k, v, rows)
     for step in range(1, group.size):
         block, transfer = following
@@ -89,15 +89,15 @@ def blocks(schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[Block]:
 
 def _request(
     schedule: Schedule, step: int, k: Tensor, v: Tensor, rows: dict[Run, slice]
-) -> tuple[Block, Transfer]:
+) -> tuple[KeyBlock, Transfer]:
     """Starts sending this rank's keys and receiving those of the step's owner."""
     group = schedule.group
     if step >= group.size:
-        return Block([], k, v), Transfer(group, [], [], [])
+        return KeyBlock([], k, v), Transfer(group, [], [], [])
     owner, receiver = schedule.owner(step), schedule.receiver(step)
     runs = schedule.needed(group.rank, owner)
     n = sum(end - begin for begin, end in runs)
-    block = Block(runs, *(x.new_empty(*x.shape[:2], n, x.shape[3]) for x in (k, v)))
+    block = KeyBlock(runs, *(x.new_empty(*x.shape[:2], n, x.shape[3]) for x in (k, v)))
     sent = [(rows[run].start, rows[run].stop) for run in schedule.needed(receiver, group.rank)]
     sends = [(receiver, take(x, sent, 2).contiguous()) for x in (k, v)]
     return block, start(group, sends, [(owner, block.k), (owner, block.v)])
@@ -221,7 +221,7 @@ class RingBackward:
         return x.new_zeros(x.shape, dtype=compute_dtype(x.dtype)) if wanted else None
 
     def _add(
-        self, queries: Run, keys: Run, at: slice, block: Block, dk: Tensor | None, dv: Tensor | None
+        self, queries: Run, keys: Run, at: slice, block: KeyBlock, dk: Tensor | None, dv: Tensor | None
     ) -> None:
         """Adds the gradients of one rectangle."""
         rows, call = self.rows[queries], self.schedule.call
