@@ -58,11 +58,11 @@ class Decoder(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Returns tokens (1, L) and document ids (L,). Each document counts up by a step of its own."""
+    """Returns tokens (1, L) and document ids (L,). Each document counts up from a random token."""
     g = torch.Generator().manual_seed(step)
     ids = torch.searchsorted(torch.randint(0, L, (7,), generator=g).sort().values, torch.arange(L))
-    strides = torch.randint(1, VOCABULARY, (8,), generator=g)
-    return (torch.arange(L) * strides[ids] % VOCABULARY)[None], ids
+    starts = torch.randint(0, VOCABULARY, (8,), generator=g)
+    return ((torch.arange(L) + starts[ids]) % VOCABULARY)[None], ids
 
 
 def train(mesh: DeviceMesh, steps: int = 20) -> list[float]:
