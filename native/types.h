@@ -56,6 +56,13 @@ struct Spec {
                              // storage, K's and V's dim B is the page and dim L is the row within the page.
 };
 
+// Where a call lies in a larger one whose dropout pattern it draws: the weight of sample b, head h, query i
+// and key j has the random number of head index head + b * heads + h, query query + i and key key + j.
+struct DropoutOrigin {
+  int64_t head, heads;  // heads 0: Spec::Hq
+  int64_t query, key;
+};
+
 // The data of one call: pointers, offset and seed.
 struct Call {
   const void *q, *k, *v;
@@ -74,6 +81,7 @@ struct Call {
   const int64_t* offsets;  // (B): offset of each sample; or null
   int64_t offset;          // of all samples if `offsets` is null
   uint64_t seed;           // of dropout
+  DropoutOrigin origin;
   const MaskTensor* tensors;
   const void *k_scale, *v_scale;  // scales of quantised K and V
   const int32_t* table;           // (B, ...): entry i is the page that holds keys [i * page, (i + 1) * page);

@@ -30,13 +30,16 @@ std::vector<T> to_vector(const Sequence<T>& items) {
   return values;
 }
 
+template <class T>
+constexpr bool kFourNumbers = std::is_same_v<T, Strides> || std::is_same_v<T, DropoutOrigin>;
+
 // The constructor argument's type for a field of type T: an integer for a pointer or an enum, four integers
-// for strides and arrays, a sequence for a vector, otherwise T.
+// for strides, origins and arrays, a sequence for a vector, otherwise T.
 template <class T>
 struct ArgumentOf {
   static constexpr bool kIsInt =
       std::is_pointer_v<T> || std::is_enum_v<T> || (std::is_integral_v<T> && sizeof(T) > 1);
-  using Type = std::conditional_t<std::is_same_v<T, Strides> || std::is_array_v<T>, FourInts,
+  using Type = std::conditional_t<kFourNumbers<T> || std::is_array_v<T>, FourInts,
                                   std::conditional_t<kIsInt, int64_t, T>>;
 };
 template <class T>
@@ -55,7 +58,7 @@ template <class T>
 void set(T& field, Argument<T> value) {
   if constexpr (std::is_pointer_v<T>)
     field = reinterpret_cast<T>(static_cast<uintptr_t>(value));
-  else if constexpr (std::is_same_v<T, Strides>)
+  else if constexpr (kFourNumbers<T>)
     field = {value[0], value[1], value[2], value[3]};
   else if constexpr (std::is_array_v<T>)
     std::copy(value.begin(), value.end(), field);

@@ -22,7 +22,7 @@ void bind_structs(nb::module_& m) {
   STRUCT(MaskTensor, NEEDED(data), NEEDED(size), NEEDED(stride))
   STRUCT(Operands, OPTIONAL(stats), OPTIONAL(residual), OPTIONAL(bias), OPTIONAL(by_head),
          OPTIONAL(distance_low), OPTIONAL(distances), OPTIONAL(sink), OPTIONAL(offsets), OPTIONAL(seed),
-         OPTIONAL(tensors))
+         OPTIONAL(origin), OPTIONAL(tensors))
   STRUCT(Gradients, NEEDED(out), NEEDED(residual), NEEDED(dout), NEEDED(dout_stride), NEEDED(dlse),
          NEEDED(stats), NEEDED(dq), NEEDED(dk), NEEDED(dk_stride), NEEDED(dv), NEEDED(dv_stride),
          NEEDED(dbias), NEEDED(dbias_stride), NEEDED(dby_head), NEEDED(dsink))

@@ -210,7 +210,8 @@ struct Backward {
       s.shift[t] = finite ? shift[row] : valid || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
       skipped |= t < p.rows && !valid ? 1u << t : 0;
     }
-    if (spec.drop_below) dropout_streams<V>(call.seed, head, p.row, chunk.row_step, s.low, s.high);
+    if (spec.drop_below)
+      dropout_streams<V>(spec, call, chunk.batch, p.head, p.row, chunk.row_step, s.low, s.high);
     return skipped;
   }
 
@@ -248,7 +249,8 @@ struct Backward {
     const Scalar *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
     if (partial || spec.softcap > 0 || spec.bias != kNoBias || !compute_weights_fused(s, keys_at, n, w))
       compute_weights(s, at, spans, partial, keys_at, from, to, w);
-    if (spec.drop_below) drop<V, Negated>(s.low, s.high, at, spec.drop_below, n, w);
+    if (spec.drop_below)
+      drop<V, Negated>(s.low, s.high, call.origin.key + at.key, at.key_step, spec.drop_below, n, w);
     if (want_ds) {
       spec.drop_below ? compute_ds<true>(s, values_at, n, w, g) : compute_ds<false>(s, values_at, n, w, g);
       if (partial) mask_keys<V>(spans, from, to, kAllLanes, 0, g);

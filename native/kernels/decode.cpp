@@ -439,8 +439,8 @@ struct Decode {
     p.shift[r] = first_lane(shift);
     p.total[r] = exponentiate_row<V>(row, filled, finite_shift(shift));
     if (spec.drop_below)
-      drop_row<V>(dropout_stream(call.seed, split.batch * spec.Hq + at.head, at.row), at, spec.drop_below, n,
-                  row);
+      drop_row<V>(dropout_stream(spec, call, split.batch, at.head, at.row), call.origin.key + at.key,
+                  at.key_step, spec.drop_below, n, row);
   }
 
   void add_values(const Partial& p) {

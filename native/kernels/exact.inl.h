@@ -132,19 +132,24 @@ struct ExactRow {
     return nan && attends_to_any(panel, lane) && spec.bias != kTensorBias;
   }
 
+  bool keeps(uint64_t stream, int64_t j) const {
+    const uint32_t drop_below = task.spec->drop_below;
+    return !drop_below || !dropped(stream, task.call->origin.key + j, drop_below);
+  }
+
   // Resets the softmax, then calls visit(key, query, whether dropout keeps the weight) for every
   // key that the row may attend to.
   template <class Visit>
   void run(Visit visit) {
     const Spec& spec = *task.spec;
     const Call& call = *task.call;
-    const int64_t b = task.batch, h = panel.head;
+    const int64_t h = panel.head;
     const S* q = query();
-    const uint64_t stream = dropout_stream(call.seed, b * spec.Hq + h, row());
+    const uint64_t stream = dropout_stream(spec, call, task.batch, h, row());
     for (int64_t d = 0; d < spec.Dv; ++d) sum[d] = 0;
     max = call.sink ? static_cast<double>(static_cast<const Scalar*>(call.sink)[h]) : -__builtin_inf();
     total = call.sink ? 1 : 0;
-    visit_keys([&](int64_t j) { visit(j, q, !spec.drop_below || !dropped(stream, j, spec.drop_below)); });
+    visit_keys([&](int64_t j) { visit(j, q, keeps(stream, j)); });
   }
 
   void run() {

@@ -52,8 +52,8 @@ struct ExactGradients {
       const double sink = static_cast<double>(static_cast<const Scalar*>(call.sink)[panel.head]);
       add_to(static_cast<Scalar*>(grads.dsink) + panel.head, -exp(sink - lse) * delta);
     }
-    const uint64_t stream = dropout_stream(call.seed, task.batch * spec.Hq + panel.head, panel.row);
-    row.visit_keys([&](int64_t j) { add(j, !spec.drop_below || !dropped(stream, j, spec.drop_below), i); });
+    const uint64_t stream = dropout_stream(spec, call, task.batch, panel.head, panel.row);
+    row.visit_keys([&](int64_t j) { add(j, row.keeps(stream, j), i); });
   }
 
   void add(int64_t j, bool kept, int64_t i) {

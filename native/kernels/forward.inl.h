@@ -81,7 +81,7 @@ struct Forward {
     for (int64_t i = 0; i < spec.Dv * P; ++i) s.out[i] = 0;
     start_softmax(p, s);
     if (spec.drop_below)
-      dropout_streams<V>(call.seed, task.batch * spec.Hq + p.head, p.row, task.row_step, s.low, s.high);
+      dropout_streams<V>(spec, call, task.batch, p.head, p.row, task.row_step, s.low, s.high);
   }
 
   // Starts the softmax of all lanes with the sink, or empty if there is none.
@@ -158,10 +158,8 @@ struct Forward {
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
-    TileCoords at{};
-    at.key = task.key + begin * task.key_step;
-    at.key_step = task.key_step;
-    drop<V, Zeroed>(s.low, s.high, at, spec.drop_below, n, scores);
+    const int64_t key = call.origin.key + task.key + begin * task.key_step;
+    drop<V, Zeroed>(s.low, s.high, key, task.key_step, spec.drop_below, n, scores);
   }
 
   // Calls visit(SpanView) for the panel's spans in the key block [begin, end).

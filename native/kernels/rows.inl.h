@@ -104,9 +104,10 @@ Number<V> exponentiate_row(Number<V>* scores, int64_t n, V shift) {
 }
 
 template <class V>
-void drop_row(uint64_t stream, const RowCoords& at, uint32_t drop_below, int64_t n, Number<V>* weights) {
+void drop_row(uint64_t stream, int64_t key, int64_t key_step, uint32_t drop_below, int64_t n,
+              Number<V>* weights) {
   for (int64_t c = 0; c < n; ++c)
-    if (dropped(stream, at.key + c * at.key_step, drop_below)) weights[c] = 0;
+    if (dropped(stream, key + c * key_step, drop_below)) weights[c] = 0;
 }
 
 }  // namespace

@@ -203,22 +203,25 @@ inline uint64_t mix(uint64_t x) {
 }
 
 // Returns the two 32-bit words that seed the dropout of one query row.
-inline uint64_t dropout_stream(uint64_t seed, int64_t head_index, int64_t row) {
-  const uint64_t head_seed = mix(mix(seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
-  return mix(head_seed + static_cast<uint64_t>(row));
+inline uint64_t dropout_stream(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t row) {
+  const DropoutOrigin& origin = call.origin;
+  const int64_t head_index = origin.head + b * (origin.heads ? origin.heads : spec.Hq) + h;
+  const uint64_t head_seed = mix(mix(call.seed + 0x9E3779B97F4A7C15u) + static_cast<uint64_t>(head_index));
+  return mix(head_seed + static_cast<uint64_t>(origin.query + row));
 }
 
 // Computes the dropout words of a panel's lanes.
 template <class V>
-void dropout_streams(uint64_t seed, int64_t head_index, int64_t row, int64_t row_step, uint32_t* low,
-                     uint32_t* high) {
+void dropout_streams(const Spec& spec, const Call& call, int64_t b, int64_t h, int64_t row, int64_t row_step,
+                     uint32_t* low, uint32_t* high) {
   for (int t = 0; t < kPanel<V>; ++t) {
-    const uint64_t stream = dropout_stream(seed, head_index, row + t * row_step);
+    const uint64_t stream = dropout_stream(spec, call, b, h, row + t * row_step);
     low[t] = static_cast<uint32_t>(stream);
     high[t] = static_cast<uint32_t>(stream >> 32);
   }
 }
 
+// Returns whether a weight is dropped. `key` includes the origin's.
 inline bool dropped(uint64_t stream, int64_t key, uint32_t drop_below) {
   uint32_t x = static_cast<uint32_t>(key >> 1) * 0x9E3779B9u + static_cast<uint32_t>(stream);
   x = (x ^ x >> 16) * 0x7FEB352Du;
@@ -247,19 +250,20 @@ struct Negated {
 };
 
 // Applies dropout to a tile of weights. `low` and `high` are the lanes' dropout words. Two
-// neighbouring keys share one 32-bit random number.
+// neighbouring keys share one 32-bit random number. `key` is the first key, with the origin's; keys are
+// `key_step` apart.
 template <class V, template <class> class Mark>
-void drop(const uint32_t* low, const uint32_t* high, const TileCoords& at, uint32_t drop_below, int64_t n,
-          Number<V>* weights) {
+void drop(const uint32_t* low, const uint32_t* high, int64_t key, int64_t key_step, uint32_t drop_below,
+          int64_t n, Number<V>* weights) {
   const Words limit = words(drop_below - 1), half = words(0xFFFF);
   for (int r = 0; r < kPanel<V>; r += Words::N) {
     const Words a = load_words(low + r), b = load_words(high + r);
     int64_t pair = -1;
     Words x = a;
     for (int64_t c = 0; c < n; ++c) {
-      const int64_t key = at.key + c * at.key_step;
-      if (key >> 1 != pair) x = dropout_words(a, b, pair = key >> 1);
-      const auto kept = greater(key & 1 ? shift_right(x, 16) : x & half, limit);
+      const int64_t at = key + c * key_step;
+      if (at >> 1 != pair) x = dropout_words(a, b, pair = at >> 1);
+      const auto kept = greater(at & 1 ? shift_right(x, 16) : x & half, limit);
       for (int i = 0; i < Words::N / V::N; ++i) {
         Number<V>* w = weights + c * kPanel<V> + r + i * V::N;
         Lanes<V>::store(w, Mark<V>()(Lanes<V>::mask(kept, i), Lanes<V>::load(w)));

@@ -27,10 +27,12 @@ enum Op : int64_t {
   kPerHead,
   kAnd,
   kOr,
-  kNot
+  kNot,
+  kCut
 };
 
 constexpr int64_t kUnlimited = int64_t{1} << 62;
+constexpr int64_t kCutArguments = 6;  // arguments of CUT, in front of its child
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 uint32_t first_lanes(int n) { return n >= 32 ? ~0u : (1u << n) - 1; }
@@ -187,9 +189,12 @@ void read_rows(const uint8_t* const* row, int rows, int64_t stride, int64_t lo, 
   }
 }
 
-// Returns the n-th child of a node without arguments.
+// Returns the first child of a combination.
+const int64_t* first_child(const int64_t* node) { return node + 2 + (node[0] == kCut ? kCutArguments : 0); }
+
+// Returns the n-th child of a combination.
 const int64_t* child_of(const int64_t* node, int64_t n) {
-  const int64_t* child = node + 2;
+  const int64_t* child = first_child(node);
   while (n-- > 0) child += child[1];
   return child;
 }
@@ -211,6 +216,7 @@ struct SpanFinder::Panel {
   int64_t position;             // of the first row
   int64_t first_key, diagonal;  // diagonal: the index of the key at `position`
   uint32_t all;                 // the lanes of all rows
+  int64_t Lk;                   // keys of the call, or inside CUT of the call that the mask was cut from
 
   // Returns the position of row t.
   int64_t query(int t) const { return position + t * rows.step; }
@@ -259,9 +265,14 @@ const SpanFinder::OpInfo SpanFinder::kOps[] = {
     {&SpanFinder::combine, 0, -1, step_of_children},  // kAnd
     {&SpanFinder::combine, 0, -1, step_of_children},  // kOr
     {&SpanFinder::invert},                            // kNot
+    {&SpanFinder::cut, 0, -1, step_of_cut},           // kCut
 };
 
 int64_t SpanFinder::step_of_dilated(const int64_t* node, int64_t) { return node[2] < kMaxStep ? node[2] : 1; }
+
+int64_t SpanFinder::step_of_cut(const int64_t* node, int64_t head) {
+  return dilation_of(first_child(node), head + node[2]);
+}
 
 int64_t SpanFinder::step_of_head(const int64_t* node, int64_t head) {
   return dilation_of(child_of(node, head), head);
@@ -295,7 +306,7 @@ void SpanFinder::analyze(const int64_t* node) {
   if (op.segmented >= 0) add_segments(node);
   by_head_ |= node[0] == kPerHead;
   if (node[0] < kPerHead) return;
-  for (const int64_t* child = node + 2; child < node + node[1]; child += child[1]) analyze(child);
+  for (const int64_t* child = first_child(node); child < node + node[1]; child += child[1]) analyze(child);
 }
 
 void SpanFinder::add_segments(const int64_t* node) {
@@ -339,7 +350,7 @@ void SpanFinder::find(const Rows& rows, Spans& out) const { find(rows, 0, spec_.
 
 void SpanFinder::find(const Rows& rows, int64_t begin, int64_t end, Spans& out) const {
   const int64_t row_0 = position(rows), diagonal = floor_div(row_0, rows.step);
-  const Panel p{rows, row_0, row_0 - diagonal * rows.step, diagonal, first_lanes(rows.count)};
+  const Panel p{rows, row_0, row_0 - diagonal * rows.step, diagonal, first_lanes(rows.count), spec_.Lk};
   end = std::min(end, p.index(spec_.Lk));
   out.clear();
   if (code_.empty())
@@ -378,7 +389,7 @@ void SpanFinder::documents(const int64_t* node, const Panel& p, int64_t lo, int6
   uint32_t has_id = 0;  // with kTokens, a row whose position is no key has no id
   for (int t = 0; t < p.rows.count; ++t) {
     const int64_t i = node[0] == kTokens ? p.query(t) : p.rows.row + t * p.rows.step;
-    if (node[0] == kTokens && (i < 0 || i >= spec_.Lk)) continue;
+    if (node[0] == kTokens && (i < 0 || i >= p.Lk)) continue;
     row_id[t] = *element<int64_t>(ids, p.rows.batch, 0, 0, i);
     has_id |= 1u << t;
   }
@@ -407,7 +418,7 @@ void SpanFinder::global(const int64_t* node, const Panel& p, int64_t lo, int64_t
 }
 
 void SpanFinder::random(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
-  const int64_t per_row = node[2], block = node[3], blocks = ceil_div(spec_.Lk, block);
+  const int64_t per_row = node[2], block = node[3], blocks = ceil_div(p.Lk, block);
   const size_t list = out.size();
   for (int t = 0; t < p.rows.count;) {
     const int64_t r = floor_div(p.query(t), block);
@@ -504,6 +515,17 @@ void SpanFinder::invert(const int64_t* node, const Panel& p, int64_t lo, int64_t
   }
   append(out, lo, hi, p.all);
   out.erase(out.begin() + list, out.begin() + top);
+}
+
+// CUT: evaluates the child in the coordinates of the call that the mask was cut from. The shift of first_key
+// leaves the indices of keys as they are.
+void SpanFinder::cut(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const {
+  Rows rows = p.rows;
+  rows.head += node[2];
+  rows.row += node[4];
+  const int64_t first_key = node[5];
+  const Panel whole{rows, p.position + first_key, p.first_key + first_key, p.diagonal, p.all, node[7]};
+  evaluate(first_child(node), whole, lo, hi, out);
 }
 
 // AND and OR. Each operand of AND is evaluated only within the range that the operands before it leave.

@@ -58,6 +58,7 @@ class SpanFinder {
   static int64_t dilation_of(const int64_t* node, int64_t head);
   static int64_t step_of_dilated(const int64_t* node, int64_t head);
   static int64_t step_of_head(const int64_t* node, int64_t head);
+  static int64_t step_of_cut(const int64_t* node, int64_t head);
   static int64_t step_of_children(const int64_t* node, int64_t head);
   int64_t position(const Rows& rows) const;
   const int64_t* code_of(int64_t head) const;
@@ -78,6 +79,7 @@ class SpanFinder {
   void patterns(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void per_head(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void invert(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
+  void cut(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
   void combine(const int64_t* node, const Panel& p, int64_t lo, int64_t hi, Spans& out) const;
 
   const std::vector<int64_t>& code_;

@@ -46,6 +46,7 @@ class Operands:
         sink: int = 0,
         offsets: int = 0,
         seed: int = 0,
+        origin: Sequence[int] = [0, 0, 0, 0],
         tensors: Sequence[MaskTensor] = (),
     ) -> None: ...
 

@@ -54,6 +54,10 @@ class Alibi:
         distance = _distance(Lq, Lk, offset, self.slopes.device).abs()
         return -self.slopes[:, None, None] * distance.unsqueeze(-3)
 
+    def of_heads(self, begin: int, end: int) -> Alibi:
+        """Returns the bias of heads [begin, end)."""
+        return Alibi(self.slopes[begin:end])
+
     def to(self, device: torch.device | str) -> Alibi:
         return Alibi(self.slopes.to(device))
 
@@ -124,6 +128,10 @@ class RelativeBias:
         Gradients are then summed in `dtype`, too.
         """
         return self._with(self.table.to(dtype))
+
+    def of_heads(self, begin: int, end: int) -> RelativeBias:
+        """Returns the bias of heads [begin, end)."""
+        return self._with(self.table[:, begin:end])
 
     def to(self, device: torch.device | str) -> RelativeBias:
         return self._with(self.table.to(device))

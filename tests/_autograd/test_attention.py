@@ -130,7 +130,7 @@ def test_operators_reject_unsupported_transforms() -> None:
 
     def operator(q: Tensor) -> Tensor:
         return _ops.attention_forward(
-            q, x, x, None, None, None, [], None, None, [], 0, 1.0, None, 0.0, False
+            q, x, x, None, None, None, [], None, None, [], [], 0, 1.0, None, 0.0, False
         )[0]
 
     with pytest.raises(NotImplementedError, match=r"call regard\.attention under torch\.func"):
@@ -142,7 +142,7 @@ def test_operators_reject_unsupported_transforms() -> None:
 
 def test_operators_check_their_arguments() -> None:
     x = torch.randn(1, 1, 3, 4)
-    other_arguments = (None, None, None, [], None, None, [], 0, 1.0, None, 0.0, False)
+    other_arguments = (None, None, None, [], None, None, [], [], 0, 1.0, None, 0.0, False)
     for k in (x[..., :3], x.expand(2, -1, -1, -1), x[:, :, :2]):
         with pytest.raises(ValueError, match=r"do not fit together.*call regard\.attention"):
             _ops.attention_forward(x, k, x, *other_arguments)

@@ -7,14 +7,25 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
 from regard import masks as M
+from regard.masks._cut import cut as cut_mask
 from regard.masks._mask import decode
 from support import interpreter as program_interpreter
 from support.strategies import Case, mask_strategy
+
+
+def cut_of(case: Case, data: st.DataObject) -> tuple[Case, tuple[int, int, int, int]]:
+    """Cuts a random rectangle (q0, q1, k0, k1) from a mask. Returns it and the rectangle."""
+    q0, k0 = data.draw(st.integers(0, case.Lq)), data.draw(st.integers(0, case.Lk))
+    q1, k1 = data.draw(st.integers(q0, case.Lq)), data.draw(st.integers(k0, case.Lk))
+    mask = case.mask.cut(q0, q1, k0, k1, Lq=case.Lq, Lk=case.Lk)
+    offset = (case.Lk - case.Lq if case.offset is None else case.offset) + q0 - k0
+    return Case(mask, case.batch, case.heads, q1 - q0, k1 - k0, offset), (q0, q1, k0, k1)
+
 
 ODD = (1, 3, 17, 63, 65)
 
@@ -63,6 +74,58 @@ def test_program_matches_dense_mask(case: Case) -> None:
         program.code, tensors, case.B, case.heads, case.Lq, case.Lk, case.offsets
     )
     assert torch.equal(interpreted, case.dense())
+
+
+@given(mask_strategy(), st.data())
+def test_cut_is_a_rectangle_of_the_dense_mask(case: Case, data: st.DataObject) -> None:
+    part, (q0, q1, k0, k1) = cut_of(case, data)
+    assert torch.equal(part.dense(), case.dense()[..., q0:q1, k0:k1])
+    tensors = part.mask.lower().bind(case.batch)
+    args = (case.B, case.heads, part.Lq, part.Lk, part.offsets)
+    assert torch.equal(program_interpreter.dense(part.mask.lower().code, tensors, *args), part.dense())
+
+
+@given(mask_strategy(), st.data())
+def test_cut_of_a_cut(case: Case, data: st.DataObject) -> None:
+    part, (q0, _, k0, _) = cut_of(case, data)
+    inner, (a0, a1, b0, b1) = cut_of(part, data)
+    assert torch.equal(inner.dense(), case.dense()[..., q0 + a0 : q0 + a1, k0 + b0 : k0 + b1])
+
+
+@given(mask_strategy(), st.data())
+def test_cut_of_heads(case: Case, data: st.DataObject) -> None:
+    h0 = data.draw(st.integers(0, case.heads - 1))
+    h1 = data.draw(st.integers(h0 + 1, case.heads))
+    mask = cut_mask(case.mask, (0, case.Lq), (0, case.Lk), case.Lq, case.Lk, (h0, h1))
+    part = case._replace(mask=mask, heads=h1 - h0)
+    assert torch.equal(part.dense(), case.dense()[:, h0:h1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 2, 0, 4), r"cut\(q0, q1\): expected q0 <= q1, got 3 > 2"),
+        ((0, 2, -1, 4), r"cut\(k0\): expected an integer from 0"),
+        ((0, 2, 0, 9), r"cut\(k1\): expected at most Lk = 8, got 9"),
+    ],
+)
+def test_cut_names_an_invalid_rectangle(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        M.Documents([0] * 8).cut(*arguments)
+
+
+def test_cut_of_random_blocks_needs_the_length() -> None:
+    mask = M.RandomBlocks(1, 2) & M.Causal()
+    with pytest.raises(ValueError, match=r"cut\(Lk\): expected Lk"):
+        mask.cut(0, 4, 0, 4)
+    assert repr(mask.cut(0, 4, 2, 6, Lk=8)) == "(RandomBlocks(1, 2, 0) & Causal()).cut(0, 4, 2, 6)"
+
+
+def test_cut_applies_to_calls_of_its_size_alone() -> None:
+    part = M.Prefix(3).cut(0, 4, 2, 6)
+    with pytest.raises(ValueError, match="expected a call with Lk = 4, got 5"):
+        part.to_dense(4, 5)
+    assert M.Causal().cut(3, 5, 1, 9) == M.Causal()
 
 
 @given(mask_strategy())

@@ -82,6 +82,15 @@ def test_spans_of_long_rows(case: Case) -> None:
     check_panels(case, 32, 1, every=13)
 
 
+@given(mask_strategy(sizes=(3, 17, 40), batches=((), (2,)), most_heads=2), st.data(), st.integers(1, 3))
+def test_spans_of_a_cut(case: Case, data: st.DataObject, step: int) -> None:
+    q0, k0 = data.draw(st.integers(0, case.Lq - 1)), data.draw(st.integers(0, case.Lk - 1))
+    q1, k1 = data.draw(st.integers(q0 + 1, case.Lq)), data.draw(st.integers(k0 + 1, case.Lk))
+    mask = case.mask.cut(q0, q1, k0, k1, Lq=case.Lq, Lk=case.Lk)
+    offset = (case.Lk - case.Lq if case.offset is None else case.offset) + q0 - k0
+    check_panels(Case(mask, case.batch, case.heads, q1 - q0, k1 - k0, offset), 16, step)
+
+
 def test_no_mask_is_one_full_span() -> None:
     problem = make(torch.zeros(1, 20, 1), torch.zeros(1, 70, 1), torch.zeros(1, 70, 1))
     assert _native.spans(problem, 0, 0, 3, 16) == [(0, 70, 0xFFFF)]

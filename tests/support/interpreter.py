@@ -73,6 +73,9 @@ def is_visible(code: list[int], tensors: list, pair: Pair) -> bool:
         table, (patterns,) = at(tensors[operands[0]], b, h), tensors[operands[1]]
         rows, columns = len(patterns[0]), len(patterns[0][0])
         return patterns[table[i // rows][j // columns]][i % rows][j % columns]
+    if op == 16:
+        head, _, query, key, _, whole_Lk, *child = operands
+        return is_visible(child, tensors, Pair(b, h + head, i + query, pos + key, j + key, whole_Lk))
     nodes = list(children(operands))
     if op == 12:
         return is_visible(nodes[h], tensors, pair)

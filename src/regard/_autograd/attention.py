@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._backends.dispatch import TABLE
 from .._backends.native import attention as _native
+from .._call.dropout import WHOLE
 from .._call.layout import canonical
 from .._call.make import any_needs_grad
 from .._call.spec import Problem
@@ -67,7 +68,7 @@ class RegardAttention(Function):
         ctx.set_materialize_grads(False)
         saved = (*inputs, p.offset, out, stats, residual, *p.tensors)
         ctx.save_for_backward(*saved)
-        ctx.spec, ctx.seed, ctx.strides = p.spec, p.seed, _all_strides(saved)
+        ctx.spec, ctx.seed, ctx.origin, ctx.strides = p.spec, p.seed, p.origin, _all_strides(saved)
         return out, lse
 
     @staticmethod
@@ -75,6 +76,7 @@ class RegardAttention(Function):
         wanted, saved = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
         q, k, v, bias, by_head, sink, offset, out, stats, residual, *tensors = saved
         p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
+        p = p if ctx.origin is WHOLE else p._replace(origin=ctx.origin)
         moved = _all_strides(saved) != ctx.strides  # a saved-tensor hook may change the layout
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
             return *_backward(_ops.arguments(p), (out, stats, residual), dout, dlse, wanted), None

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._backends.native import attention as _native
 from .._backends.torch import higher as _higher
+from .._call.dropout import WHOLE, DropoutOrigin
 from .._call.layout import canonical, ordered_like, spec_of
 from .._call.make import specs
 from .._call.memory import remember
@@ -44,6 +45,7 @@ class FlatCall(NamedTuple):
     offsets: Maybe  # (B,) int64
     seed: Maybe  # () int64, with dropout
     code: Sequence[int]  # the mask program
+    origin: Sequence[int]  # of dropout: the fields of DropoutOrigin, or nothing
     offset: int  # used if `offsets` is None
     scale: float
     softcap: float | None
@@ -134,14 +136,14 @@ def arguments(problem: Problem) -> FlatCall:
         seed = torch.tensor(p.seed) if isinstance(p.seed, int) else p.seed
     return FlatCall(
         p.q, p.k, p.v, p.bias_tensor, p.by_head, p.sink, p.tensors, p.offset, seed,
-        spec.code, 0 if spec.offset is None else spec.offset, spec.scale, spec.softcap, spec.dropout,
-        p.needs_grad,
+        spec.code, () if p.origin == WHOLE else p.origin, 0 if spec.offset is None else spec.offset,
+        spec.scale, spec.softcap, spec.dropout, p.needs_grad,
     )  # fmt: skip
 
 
 def problem_of(call: FlatCall) -> Problem:
     """Converts a FlatCall to a canonical Problem, without checks."""
-    q, k, v, bias, by_head, sink, tensors, offsets, seed, code, offset, *numbers, _ = call
+    q, k, v, bias, by_head, sink, tensors, offsets, seed, code, origin, offset, *numbers, _ = call
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype),
@@ -150,11 +152,27 @@ def problem_of(call: FlatCall) -> Problem:
     )  # fmt: skip
     spec = specs.get(key) or remember(specs, key, _spec(call))
     seed_bits = int(seed) if seed is not None else 0
-    return Problem(spec, q, k, v, None, tuple(tensors), offsets, bias, by_head, sink, seed_bits, False)
+    call_origin = DropoutOrigin(*origin) if origin else WHOLE
+    return Problem(
+        spec,
+        q,
+        k,
+        v,
+        None,
+        tuple(tensors),
+        offsets,
+        bias,
+        by_head,
+        sink,
+        seed_bits,
+        False,
+        False,
+        call_origin,
+    )
 
 
 def _spec(call: FlatCall) -> Spec:
-    q, k, v, bias, by_head, sink, tensors, offsets, _, code, offset, scale, softcap, dropout, _ = call
+    q, k, v, bias, by_head, sink, tensors, offsets, _, code, _, offset, scale, softcap, dropout, _ = call
     kind = "none" if bias is None else "tensor"
     if by_head is not None:
         kind = "alibi" if by_head.ndim == 1 else "relative"
@@ -202,7 +220,7 @@ def _double_backward_shapes(*args: Any) -> Results:
 
 CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? by_head, Tensor? sink, Tensor[] tensors, "
-    "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt offset, "
+    "Tensor? offsets, Tensor? seed, SymInt[] code, SymInt[] origin, SymInt offset, "
     "float scale, float? softcap, float dropout, bool saving"
 )
 SAVED = "Tensor out, Tensor stats, Tensor? residual"

@@ -8,17 +8,53 @@ the same way, and a bit mask makes right shifts logical.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .spec import Problem
+
 GOLDEN = 0x9E3779B97F4A7C15
 LOW = 0xFFFFFFFF
+
+
+class DropoutOrigin(NamedTuple):
+    """Where a call lies in a larger call whose dropout pattern it draws.
+
+    The weight (b, h, i, j) of the call has the random number of head index head + b * heads + h,
+    query `query + i` and key `key + j` (types.h: DropoutOrigin).
+    """
+
+    head: int = 0
+    heads: int = 0  # 0: Hq
+    query: int = 0
+    key: int = 0
+
+    def heads_of(self, b: Tensor, h: Tensor, Hq: int) -> Tensor:
+        """Returns the index of head h of sample b."""
+        return self.head + b * (self.heads or Hq) + h
+
+
+WHOLE = DropoutOrigin()
 
 
 def keep_mask(seed: int, p: float, B: int, Hq: int, Lq: int, Lk: int, device: torch.device) -> Tensor:
     """Returns bool (B, Hq, Lq, Lk), True for weights that dropout keeps."""
     head, query, key = (torch.arange(n, device=device) for n in (B * Hq, Lq, Lk))
     return keep_mask_at(seed, p, head.view(B, Hq, 1, 1), query[:, None], key)
+
+
+def keep_mask_of(problem: Problem, B: Tensor, H: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Returns bool (b, h, Q, K), True for weights that dropout keeps.
+
+    `B`, `H`, `queries` and `keys` are the indices of samples (b,), heads (h,), queries and keys.
+    """
+    origin, spec = problem.origin, problem.spec
+    head = origin.heads_of(B[:, None], H, spec.Hq)[..., None, None]
+    query, key = origin.query + queries[:, None], origin.key + keys
+    return keep_mask_at(int(problem.seed), spec.dropout, head, query, key)
 
 
 def keep_mask_at(seed: int, p: float, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -149,6 +149,7 @@ def canonical(problem: Problem) -> Problem:
         _canonical_spec(spec), heads_4d(spec, p.q), heads_4d(spec, p.k), heads_4d(spec, p.v), None,
         p.tensors, p.offset, pairs_4d(spec, p.bias) if isinstance(p.bias, Tensor) else None, p.by_head,
         None if p.sink is None else p.sink.to(spec.lse_dtype).contiguous(), p.seed, p.needs_grad, p.watched,
+        p.origin,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from .._tools.watching import PLAIN, in_autocast, is_watched
 from ..masks import Mask, Program
 from ..scores import Alibi, RelativeBias
 from .check import as_mask, as_numbers, as_offset, as_seed, check, check_tensors, fail
+from .dropout import WHOLE
 from .layout import copied, spec_of
 from .memory import Key, remember
 from .spec import MAX_OFFSET, Bias, Options, Problem, Spec, fast_new, learned
@@ -59,7 +60,7 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
         if spec is not None and not spec.copied and not (q.is_neg() or k.is_neg() or v.is_neg()):
             # Equals Problem(...) and takes half the time.
             grad = needs_grad(q, k, v)
-            return fast_new(Problem, (spec, q, k, v, mask, (), None, None, None, None, 0, grad, False))
+            return fast_new(Problem, (spec, q, k, v, mask, (), None, None, None, None, 0, grad, False, WHOLE))
     return _make_general(key, q, k, v, options)
 
 

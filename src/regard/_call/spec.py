@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..masks import Mask
 from ..scores import Alibi, RelativeBias
+from .dropout import WHOLE, DropoutOrigin
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_OFFSET = 2**48  # positions stay far from the 2^62 that means "unlimited" in a mask program
@@ -113,6 +114,7 @@ class Problem(NamedTuple):
     seed: Any  # a signed 64-bit integer; in a watched call possibly a tensor ()
     needs_grad: bool  # grad mode is on and an input requires grad, or an input has a tangent
     watched: bool = False  # the call must go through an operator: see `is_watched`
+    origin: DropoutOrigin = WHOLE  # of dropout, if the call is a part of a larger one
 
     @property
     def bias_tensor(self) -> Tensor | None:

@@ -30,6 +30,7 @@ from ._convert import (
     to_mha,
     to_sdpa,
 )
+from ._cut import Cut
 from ._flex import from_flex, to_flex, to_flex_mask_mod
 from ._mask import And, Mask, MaskKind, Not, Or, PerHead
 from ._patterns import bigbird, chunked, longformer, prefix_lm, sliding, streaming
@@ -44,7 +45,7 @@ from ._tutorial import (
 )
 
 __all__ = [
-    "And", "Arguments", "BlockPatterns", "Blocks", "Causal", "Dense", "Dilated", "Documents", "Global",
+    "And", "Arguments", "BlockPatterns", "Blocks", "Causal", "Cut", "Dense", "Dilated", "Documents", "Global",
     "Lengths", "Mask", "MaskKind", "Not", "Op", "Or", "PerHead", "Prefix", "Program", "RandomBlocks",
     "Window", "bigbird", "chunked", "create_causal_mask", "create_decoder_mask", "create_document_mask",
     "create_padding_mask", "create_prefix_mask", "create_window_mask", "from_cu_seqlens", "from_flex",

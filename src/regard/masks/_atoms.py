@@ -309,7 +309,7 @@ class RandomBlocks(Mask):
 
     def _dense(self, grid: Grid) -> Tensor:
         rows, inverse = torch.unique(grid.pos.div(self.block, rounding_mode="floor"), return_inverse=True)
-        allowed = self._table(rows, len(grid.j))[inverse][..., grid.j // self.block]
+        allowed = self._table(rows, grid.Lk)[inverse][..., grid.j // self.block]
         return allowed.unsqueeze(-3) if allowed.ndim > 2 else allowed
 
     def _mod(self, call: FlexCall) -> Mod:

@@ -156,6 +156,33 @@ class Mask(Value):
         """The device of the mask's tensors, or the CPU if the mask has no tensors."""
         return next((tensor.device for tensor in self._tensors()), torch.device("cpu"))
 
+    def cut(
+        self, q0: int, q1: int, k0: int, k1: int, *, Lq: int | None = None, Lk: int | None = None
+    ) -> Mask:
+        """Returns the mask of queries [q0, q1) and keys [k0, k1) of a call, in their coordinates.
+
+        In the rectangle, query i is query q0 + i of the call and key j is key k0 + j. If the call
+        has an offset, the rectangle has the offset `offset + q0 - k0`:
+
+            mask.cut(q0, q1, k0, k1).to_dense(q1 - q0, k1 - k0, offset + q0 - k0)
+            == mask.to_dense(Lq, Lk, offset)[..., q0:q1, k0:k1]
+
+        The result refers to the mask's tensors and copies nothing. A mask of distances alone
+        (`Causal`, `Window`, `Dilated`) is the same in every rectangle and is returned unchanged.
+
+        Args:
+            q0, q1, k0, k1: the rectangle.
+            Lq, Lk: lengths of the whole call. Default: those of the mask's tensors. Lk is required
+                for `RandomBlocks`, whose choice depends on it.
+
+        Example:
+            >>> masks.Prefix(5).cut(0, 8, 4, 8).to_dense(1, 4, offset=0).int()
+            tensor([[1, 0, 0, 0]], dtype=torch.int32)
+        """
+        from ._cut import cut
+
+        return cut(self, (q0, q1), (k0, k1), Lq, Lk)
+
     def draw(
         self, Lq: int | None = None, Lk: int | None = None, offset: Offset = None, *, head: int = 0,
         sample: int = 0, width: int | None = None,
@@ -308,7 +335,7 @@ class Mask(Value):
 
 
 @value
-class _Combination(Mask):
+class Combination(Mask):
     """A mask that combines other masks."""
 
     masks: tuple[Mask, ...]
@@ -340,7 +367,7 @@ class _Combination(Mask):
 
 
 @value
-class _NaryOperator(_Combination):
+class _NaryOperator(Combination):
     def __init__(self, *masks: Any) -> None:
         for mask in masks:
             if not isinstance(mask, Mask):
@@ -397,7 +424,7 @@ class Or(_NaryOperator):
 
 
 @declare(Op.NOT)
-class Not(_Combination):
+class Not(Combination):
     """A mask that allows the pairs that its mask does not allow: `~a`."""
 
     def __init__(self, mask: Mask) -> None:
@@ -420,7 +447,7 @@ class Not(_Combination):
 
 
 @declare(Op.PERHEAD)
-class PerHead(_Combination):
+class PerHead(Combination):
     """A mask that applies `masks[h]` to query head h. There are Hq masks."""
 
     def __init__(self, masks: Sequence[Mask]) -> None:
@@ -452,7 +479,8 @@ class PerHead(_Combination):
 
 def _grid(Lq: int, Lk: int, offset: Offset, device: torch.device) -> Grid:
     query = torch.arange(Lq, device=device)
-    return Grid(query, first_position(Lq, Lk, offset, device) + query, torch.arange(Lk, device=device))
+    pos = first_position(Lq, Lk, offset, device) + query
+    return Grid(query, pos, torch.arange(Lk, device=device), Lk)
 
 
 def _combinable(other: object, symbol: str) -> bool:

@@ -23,7 +23,9 @@ class Grid(NamedTuple):
 
     query: Tensor  # (Lq,), query indices
     pos: Tensor  # (Lq,), or (*batch, Lq) if samples differ: query positions
-    j: Tensor  # (Lk,), key indices, which are also the key positions
+    j: Tensor  # (n,), key indices, which are also the key positions
+    Lk: int  # number of keys of the call
+    is_part: bool = False  # the grid has a part of the call's queries and keys
 
     @property
     def i(self) -> Tensor:
@@ -41,11 +43,11 @@ class Grid(NamedTuple):
 
     def at_query(self, x: Tensor) -> Tensor:
         """Returns the entry of x (*batch, Lq) for each pair's query index."""
-        return column(x)
+        return column(x[..., self.query] if self.is_part else x)
 
     def at_key(self, x: Tensor) -> Tensor:
         """Returns the entry of x (*batch, Lk) for each pair's key index."""
-        return row(x)
+        return row(x[..., self.j] if self.is_part else x)
 
     def at_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the entry of x (*batch, L) for each pair's query position.
@@ -63,9 +65,11 @@ class Grid(NamedTuple):
     def at_block(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """Returns the entry of x (*batch, H, query blocks, key blocks) for each pair's block.
 
-        A block is `rows` queries x `columns` keys.
+        A block is `rows` queries x `columns` keys. With 1 x 1, both dims of x broadcast.
         """
-        return x if rows == columns == 1 else x[..., self.i // rows, self.j // columns]
+        if rows == columns == 1:
+            return x if not self.is_part else select(select(x, -2, self.query), -1, self.j)
+        return x[..., self.i // rows, self.j // columns]
 
     def by_head(self, masks: Sequence[Tensor]) -> Tensor:
         """Returns one tensor (..., H, Lq, Lk). Its head h is taken from masks[h]."""
@@ -122,6 +126,11 @@ class Pair(NamedTuple):
 
 
 Pairs = Grid | Pair
+
+
+def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Returns the entries of x at `index` along a dim. A dim of size 1 broadcasts."""
+    return x if x.shape[dim] == 1 else x.index_select(dim, index)
 
 
 def column(x: Tensor) -> Tensor:

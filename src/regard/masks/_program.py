@@ -30,6 +30,7 @@ class Op(IntEnum):
     AND = 13
     OR = 14
     NOT = 15
+    CUT = 16
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,7 +113,7 @@ def shapes(
         >>> see.shapes(regard.nn.Attention(512, 8), 10, path="shapes.png")
     """
     matrices = shapes_of(layer, length, context_length)
-    picture = Layout(matrices, layer.heads)
+    picture = FigureLayout(matrices, layer.heads)
     width, height = picture.size
     drawing = Drawing(width, height + 0.5, dark, ax, path)
     picture.draw(drawing)
@@ -130,7 +130,7 @@ def shapes(
     return drawing.finished()
 
 
-class Layout:
+class FigureLayout:
     """Places and draws the matrices: inputs, a row for each head, concatenation, output.
 
     Coordinates are inches from the top left.

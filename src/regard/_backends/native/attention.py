@@ -244,7 +244,8 @@ def operands_of(
     operands = _core.Operands(
         bias=bias.data_ptr() if isinstance(bias, Tensor) else 0, by_head=address(by_head), distance_low=low,
         distances=count, sink=address(sink), offsets=address(offsets), seed=problem.seed,
-        stats=address(stats), residual=address(residual), tensors=_mask_tensors(problem),
+        origin=problem.origin, stats=address(stats), residual=address(residual),
+        tensors=_mask_tensors(problem),
     )  # fmt: skip
     return operands, (by_head, sink, offsets)
 

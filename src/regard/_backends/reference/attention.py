@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._call.dropout import keep_mask
+from ..._call.dropout import keep_mask_of
 from ..._call.layout import dense_bias, dense_mask, heads_4d, restore_out
 from ..._call.spec import Problem
 from ..._tools.arguments import readable
@@ -87,7 +87,8 @@ def _dropped(problem: Problem, probabilities: Tensor) -> Tensor:
     spec = problem.spec
     if not spec.dropout:
         return probabilities
-    keep = keep_mask(int(problem.seed), spec.dropout, spec.B, spec.Hq, spec.Lq, spec.Lk, spec.device)
+    every = (torch.arange(n, device=spec.device) for n in (spec.B, spec.Hq, spec.Lq, spec.Lk))
+    keep = keep_mask_of(problem, *every)
     return torch.where(keep, probabilities / max(1 - spec.dropout, 1e-300), 0.0)
 
 

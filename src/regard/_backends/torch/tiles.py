@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.dropout import keep_mask_at
+from ..._call.dropout import keep_mask_of
 from ..._call.spec import Problem, Spec
 from ...masks._mask import part_of
 from ...masks._pairs import Rectangle, cut
@@ -286,9 +286,7 @@ def _distance(problem: Problem, tile: Tile) -> Tensor:
 def _dropout_factors(problem: Problem, tile: Tile) -> Tensor:
     """Returns (b, h, R, K): 0 for dropped weights, 1 / (1 - p) for kept weights."""
     spec, p = problem.spec, problem.spec.dropout
-    samples, heads, rows, keys = tile.indices(spec.device)
-    heads = (samples[:, None] * spec.Hq + heads)[..., None, None]
-    keep = keep_mask_at(int(problem.seed), p, heads, rows[:, None], keys)
+    keep = keep_mask_of(problem, *tile.indices(spec.device))
     return keep.to(spec.lse_dtype) * (1 / (1 - p) if p < 1 else 0.0)
 
 

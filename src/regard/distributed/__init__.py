@@ -1,0 +1,15 @@
+"""Attention over a sequence that several processes share, on torch.distributed.
+
+A rank holds a shard of the tokens, described by a layout. `attention` takes shards and the mask of
+the whole sequence.
+"""
+
+from .attention import attention
+from .layouts import Layout, balanced, contiguous, next_tokens, positions, shard, striped, zigzag
+from .plan import DistributedPlan, plan
+from .unshard import unshard
+
+__all__ = [
+    "DistributedPlan", "Layout", "attention", "balanced", "contiguous", "next_tokens", "plan", "positions",
+    "shard", "striped", "unshard", "zigzag",
+]  # fmt: skip

@@ -1,0 +1,110 @@
+"""The value that describes a distributed call, and the problem of each of its rectangles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._call.dropout import DropoutOrigin
+from .._call.layout import canonical
+from .._call.make import make
+from .._call.spec import Bias, Options, Problem
+from ..masks import Mask
+from ..masks._cut import cut
+from ._pairs import PairCounter, Run
+from .layouts import Layout
+
+
+@dataclass(frozen=True)
+class DistributedCall:
+    """A call of `distributed.attention` on one rank, without q, k and v."""
+
+    options: Options  # of the whole call: mask, offset, bias and seed are global
+    q_layout: Layout
+    k_layout: Layout
+    B: int
+    Hq: int
+    Hkv: int
+    impl: str
+    head: int = 0  # the first head of the call, if it has some of the heads of a larger one
+    all_heads: int = 0  # heads of the larger call; 0: Hq
+
+    @property
+    def Lq(self) -> int:
+        return self.q_layout.L
+
+    @property
+    def Lk(self) -> int:
+        return self.k_layout.L
+
+    @property
+    def offset(self) -> int | Tensor:
+        offset = self.options.offset
+        return self.Lk - self.Lq if offset is None else offset
+
+    def counter(self) -> PairCounter:
+        offset, mask = self.offset, self.options.mask
+        offsets = tuple(offset.reshape(-1).tolist()) if isinstance(offset, Tensor) else (offset,)
+        assert mask is None or isinstance(mask, Mask)
+        return PairCounter(mask, self.B, self.Hq, self.Lq, self.Lk, offsets)
+
+    def part(self, queries: Run, keys: Run, heads: Run | None = None) -> Options:
+        """Returns the options of a call over a rectangle and, optionally, some of the heads."""
+        mask = self.options.mask
+        assert mask is None or isinstance(mask, Mask)
+        mask = None if mask is None else cut(mask, queries, keys, self.Lq, self.Lk, heads)
+        offset = self.offset + (queries[0] - keys[0])
+        bias = bias_part(self.options.bias, queries, keys, heads)
+        sink = self.options.sink if heads is None else of_heads(self.options.sink, heads)
+        return self.options._replace(mask=mask, offset=offset, bias=bias, sink=sink)
+
+    def problem(
+        self, queries: Run, keys: Run, q: Tensor, k: Tensor, v: Tensor, options: Options,
+        heads: Run | None = None,
+    ) -> Problem:  # fmt: skip
+        """Returns the problem of a part, which draws the dropout pattern of the whole call."""
+        head = self.head + (0 if heads is None else heads[0])
+        origin = DropoutOrigin(head, self.all_heads or self.Hq, queries[0], keys[0])
+        problem = make(q, k, v, options)
+        return problem._replace(origin=origin, watched=False)
+
+    def rectangle(
+        self, queries: Run, keys: Run, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+        by_head: Tensor | None,
+    ) -> Problem:  # fmt: skip
+        """Returns the canonical problem of a rectangle for the kernels, without its sink.
+
+        `bias` is the whole bias tensor. `by_head` holds ALiBi slopes or a relative bias.
+        """
+        options = self.part(queries, keys)._replace(sink=None, return_lse=False)
+        if bias is not None:
+            options = options._replace(bias=sliced(bias, queries, keys))
+        problem = canonical(self.problem(queries, keys, q, k, v, options))
+        return problem._replace(by_head=by_head) if by_head is not None else problem
+
+
+def bias_part(bias: Bias | None, queries: Run, keys: Run, heads: Run | None) -> Bias | None:
+    """Returns the bias of a rectangle. ALiBi and relative biases depend on distances alone."""
+    if bias is None or (heads is None and not isinstance(bias, Tensor)):
+        return bias
+    if isinstance(bias, Tensor):
+        bias = sliced(bias, queries, keys)
+        if heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
+            bias = bias.narrow(-3, heads[0], heads[1] - heads[0])
+        return bias
+    assert heads is not None
+    return bias.of_heads(*heads)
+
+
+def of_heads(x: Tensor | None, heads: Run) -> Tensor | None:
+    """Returns the entries of a tensor (Hq, ...) for heads [heads[0], heads[1])."""
+    return None if x is None else x[heads[0] : heads[1]]
+
+
+def sliced(bias: Tensor, queries: Run, keys: Run) -> Tensor:
+    """Returns a bias tensor of a rectangle. Dims of size 1 broadcast."""
+    for dim, (begin, end) in ((-2, queries), (-1, keys)):
+        if bias.ndim >= -dim and bias.shape[dim] != 1:
+            bias = bias.narrow(dim, begin, end - begin)
+    return bias

@@ -1,0 +1,107 @@
+"""Ulysses: an exchange gives each rank all tokens of some heads, and a second one undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ._call import DistributedCall
+from ._gather import attend
+from ._group import Group, swapped
+from ._pairs import Run
+from ._ring import ring
+from .layouts import Layout, even, in_order, take
+
+
+def head_shares(Hq: int, Hkv: int, ranks: int) -> list[tuple[Run, Run]]:
+    """Returns the query heads and the key heads of each rank.
+
+    With at least as many key heads as ranks, whole groups are dealt out. With fewer, each key head
+    goes to several ranks, which share its query heads.
+    """
+    group = Hq // Hkv
+    if Hkv >= ranks:
+        keys = even(Hkv, ranks)
+        return [((a * group, b * group), (a, b)) for a, b in keys]
+    sharing = [end - begin for begin, end in even(ranks, Hkv)]  # ranks of each key head
+    if max(sharing) > group:
+        raise ValueError(
+            f"mesh: expected at most Hq = {Hq} ranks with Hkv = {Hkv} key heads, so that each rank has a "
+            f"query head, got {ranks}; use method='ring' or 'gather', or Ulysses inside a ring: method='usp'"
+        )
+    shares = []
+    for head, count in enumerate(sharing):
+        shares += [((head * group + a, head * group + b), (head, head + 1)) for a, b in even(group, count)]
+    return shares
+
+
+Inner = Callable[[Tensor, Tensor, Tensor, Run], tuple[Tensor, Tensor]]
+
+
+def ulysses(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's shards of out and the LSE."""
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
+        return attend(call, (0, call.Lq), (0, call.Lk), q, k, v, heads)
+
+    return exchanged(call, group, call.q_layout, call.k_layout, q, k, v, inner)
+
+
+def exchanged(
+    call: DistributedCall, group: Group, q_layout: Layout, k_layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    inner: Inner,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Runs `inner` on all tokens of this rank's heads, between two exchanges."""
+    shares = head_shares(call.Hq, call.Hkv, group.size)
+    query_heads, key_heads = ([share[i] for share in shares] for i in (0, 1))
+    q = _to_heads(group, q_layout, q, query_heads)
+    k, v = (_to_heads(group, k_layout, x, key_heads) for x in (k, v))
+    out, lse = inner(q, k, v, query_heads[group.rank])
+    out = _to_tokens(group, q_layout, out, query_heads)
+    return out, _to_tokens(group, q_layout, lse[..., None], query_heads)[..., 0]
+
+
+def _to_heads(group: Group, layout: Layout, x: Tensor, heads: list[Run]) -> Tensor:
+    """Exchanges (B, H, own tokens, D) for (B, own heads, all tokens, D)."""
+    B, _, _, D = x.shape
+    begin, end = heads[group.rank]
+    shapes = [(B, end - begin, n, D) for n in layout.lengths]
+    return in_order(list(swapped(group, [x[:, a:b] for a, b in heads], shapes)), layout, 2)
+
+
+def _to_tokens(group: Group, layout: Layout, x: Tensor, heads: list[Run]) -> Tensor:
+    """Exchanges (B, own heads, all tokens, D) for (B, H, own tokens, D)."""
+    B, _, _, D = x.shape
+    own = layout.lengths[group.rank]
+    shapes = [(B, b - a, own, D) for a, b in heads]
+    return torch.cat(swapped(group, [take(x, runs, 2) for runs in layout.runs], shapes), 1)
+
+
+def usp(
+    call: DistributedCall, outer: Group, inner_group: Group, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ulysses among the ranks of `inner_group`, a ring among those of `outer`."""
+    size, first = inner_group.size, outer.rank * inner_group.size
+    q_layout, k_layout = (_local(layout, first, size) for layout in (call.q_layout, call.k_layout))
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
+        of_ring = replace(
+            call, q_layout=call.q_layout.grouped(size), k_layout=call.k_layout.grouped(size),
+            options=call.part((0, call.Lq), (0, call.Lk), heads), Hq=heads[1] - heads[0], Hkv=k.shape[1],
+            head=heads[0], all_heads=call.Hq,
+        )  # fmt: skip
+        return ring(of_ring, outer, q, k, v)
+
+    return exchanged(call, inner_group, q_layout, k_layout, q, k, v, inner)
+
+
+def _local(layout: Layout, first: int, size: int) -> Layout:
+    """Returns the layout of ranks [first, first + size), with their tokens renumbered from 0."""
+    runs = layout.runs[first : first + size]
+    starts, position = {}, 0
+    for begin, end in sorted(run for of_rank in runs for run in of_rank):
+        starts[begin], position = position, position + end - begin
+    return Layout(tuple(tuple((starts[a], starts[a] + b - a) for a, b in of_rank) for of_rank in runs))

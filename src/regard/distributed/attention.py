@@ -1,0 +1,96 @@
+"""The public function `distributed.attention`."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._call.spec import Bias, Options
+from .._tools.words import hide_unknown, unknown_keyword
+from ..masks import Mask
+from ._agree import agree
+from ._call import DistributedCall
+from ._gather import gather
+from ._group import Group, check_mesh, group_of
+from ._ring import ring
+from ._ulysses import ulysses, usp
+from .layouts import Layout
+from .plan import choose_method
+
+Layouts = Layout | tuple[Layout, Layout]
+
+
+@hide_unknown
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, layout: Layouts | None = None,
+    method: str = "auto", debug: bool | None = None,
+    mask: Mask | Tensor | None = None, offset: int | Tensor | None = None, bias: Bias | None = None,
+    scale: float | None = None, softcap: float | None = None, sink: Tensor | None = None,
+    dropout: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes this rank's shard of exact attention over a sequence that a mesh of ranks shares.
+
+    All ranks of the mesh call it together. q, k and v are this rank's shards; mask, offset, bias,
+    sink and seed are those of the whole call, on every rank. The result equals this rank's shard of
+    `regard.attention` on the whole tensors, with the same dropout pattern.
+
+    Args:
+        q, k, v: shards (B, Hq, lengths[rank], D), (B, Hkv, ...), as from `shard(x, layout, rank, 2)`.
+        mesh: a DeviceMesh with one dim, such as `mesh["cp"]`. `usp` needs two dims: the ring, then
+            Ulysses. Then a rank's index in the layout is its place in the flattened mesh.
+        layout: the tokens of each rank, or a pair of layouts for queries and for keys. Default:
+            `contiguous`.
+        method: "ring", "gather", "ulysses", "usp", or "auto" (see `plan`).
+        debug: whether to compare checksums of the masks, biases and sinks of all ranks. Default: the
+            environment variable REGARD_DISTRIBUTED_DEBUG is set to something else than 0.
+        mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse, impl: as in
+            `regard.attention`. Without a seed, rank 0 draws it. `ring` and `usp` run in the native
+            backend.
+
+    Returns:
+        out (B, Hq, lengths[rank], Dv), with `return_lse` also the LSE (B, Hq, lengths[rank]).
+        Gradients of q, k and v are those of the shards. Gradients of bias and sink are this rank's
+        share: their sum over the ranks is the gradient, as for the weights of every layer.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid on this rank, or differs between ranks. All
+            ranks raise.
+        RuntimeError: another rank failed or did not answer within the process group's time-out.
+
+    Example:
+        >>> layout = regard.distributed.zigzag(L, mesh.size())
+        >>> q, k, v = (regard.distributed.shard(x, layout, rank, dim=2) for x in (q, k, v))
+        >>> out = regard.distributed.attention(q, k, v, mesh=mesh, layout=layout, mask=masks.Causal())
+    """
+    if unknown:
+        raise unknown_keyword(attention, unknown)
+    options = Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
+    groups = _groups(mesh)
+    call = agree(groups, q, k, v, options, layout, method, impl, debug)
+    out, lse = _run(call, groups, method, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+def _groups(mesh: DeviceMesh) -> list[Group]:
+    mesh = check_mesh(mesh)
+    if mesh.ndim > 2:
+        check_mesh(mesh, 2)
+    return [group_of(mesh, dim) for dim in range(mesh.ndim)]
+
+
+def _run(
+    call: DistributedCall, groups: list[Group], method: str, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    name = (
+        choose_method(call, groups, (q.shape[3], v.shape[3]), q.dtype.itemsize)
+        if method == "auto"
+        else method
+    )
+    if name == "usp":
+        return usp(call, groups[0], groups[1], q, k, v)
+    return {"ring": ring, "gather": gather, "ulysses": ulysses}[name](call, groups[0], q, k, v)

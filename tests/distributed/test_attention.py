@@ -1,0 +1,203 @@
+"""Distributed attention against a single process: outputs, gradients, dropout, bytes, leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings, strategies as st
+from torch import Tensor
+
+from regard import distributed as D, masks as M
+from regard.scores import Alibi, RelativeBias
+from support import HAVE_CORE
+from support.distributed import Sharded, bytes_sent, case, changed_positions, joined, on_rank, single
+from support.ranks import Ranks
+from support.strategies import Case, mask_strategy
+
+pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
+
+L = 203
+METHODS = ("ring", "gather", "ulysses")
+
+
+def masks() -> dict[str, M.Mask | None]:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 4, (L,), generator=g).sort().values
+    return {
+        "none": None,
+        "causal": M.Causal(),
+        "longformer": M.sliding(30) | M.Global([0, 77]),
+        "documents": M.Documents(ids) & M.Causal(),
+        "dense": M.Dense(torch.rand(1, 4, L, L, generator=g) > 0.4),
+        "lengths": M.Lengths([100, 180]),
+        "random": M.RandomBlocks(2, 16) & M.Dilated(5),
+        "heads": M.PerHead([M.Causal(), M.Prefix(9), M.Dilated(3) & M.Causal(), M.sliding(12)]),
+    }
+
+
+def options(name: str) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(2)
+    return {
+        "plain": {},
+        "alibi": {"bias": Alibi.standard(4), "softcap": 3.0, "sink": torch.randn(4, generator=g)},
+        "bias": {"bias": torch.randn(1, 4, L, L, generator=g), "dropout": 0.3, "seed": 5},
+        "rows": {"bias": torch.randn(2, 1, L, 1, generator=g), "scale": 0.2},
+        "relative": {"bias": RelativeBias(torch.randn(32, 4, generator=g)), "dropout": 0.5, "seed": -1},
+    }[name]
+
+
+def layouts(n: int) -> dict[str, D.Layout]:
+    return {
+        "contiguous": D.contiguous(L, n),
+        "zigzag": D.zigzag(L, n),
+        "striped": D.striped(L, n, 20),
+        "balanced": D.balanced(M.Causal() & M.sliding(90), L, n),
+    }
+
+
+def check(ranks: Ranks, shape: int | tuple[int, int], x: Sharded, tolerance: float = 1e-5) -> list[Tensor]:
+    """Checks all results against a single process: errors relative to the largest element."""
+    got, expected = joined(x, ranks.run(shape, on_rank, x)), single(x)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a == -torch.inf, b == -torch.inf)
+        a, b = (t.masked_fill(t == -torch.inf, 0).double() for t in (a, b))
+        largest = max(float(b.abs().max()), 1.0) if b.numel() else 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * largest)
+    return got
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", masks())
+def test_equals_a_single_process(ranks: Ranks, name: str, n: int, method: str) -> None:
+    cases = zip(layouts(n).items(), ("plain", "alibi", "bias", "relative"), strict=True)
+    for (_, layout), settings_name in cases:
+        x = case(layout, method, mask=masks()[name], **options(settings_name))
+        out, lse, *_ = check(ranks, n, x)
+        if method != "ring":
+            expected, expected_lse, *_ = single(x)
+            assert torch.equal(out, expected)
+            assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("name", masks())
+def test_ulysses_in_a_ring(ranks: Ranks, name: str) -> None:
+    for layout, settings_name in zip(layouts(4).values(), ("rows", "alibi", "bias", "relative"), strict=True):
+        check(ranks, (2, 2), case(layout, "usp", mask=masks()[name], **options(settings_name)))
+    check(ranks, (2, 1), case(layouts(2)["zigzag"], "usp", mask=masks()[name], **options("bias")))
+    check(ranks, (1, 2), case(layouts(2)["zigzag"], "auto", mask=masks()[name], **options("bias")))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float64, 1e-13)]
+)
+def test_dtypes(ranks: Ranks, method: str, dtype: torch.dtype, tolerance: float) -> None:
+    sink = torch.randn(4).to(dtype)
+    x = case(D.zigzag(L, 3), method, dtype=dtype, mask=M.Causal(), sink=sink, dropout=0.2, seed=3)
+    if dtype is torch.float64:
+        x.dlse = x.dlse.double()
+    check(ranks, 3, x, tolerance)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "n"), [(3, 3, 2), (6, 2, 3), (8, 1, 3), (5, 5, 4), (12, 3, 4)])
+def test_ulysses_with_uneven_heads(ranks: Ranks, Hq: int, Hkv: int, n: int) -> None:
+    check(ranks, n, case(D.zigzag(L, n), "ulysses", Hq=Hq, Hkv=Hkv, mask=M.Causal(), dropout=0.2, seed=3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cross_attention_with_two_layouts(ranks: Ranks, method: str) -> None:
+    layout = (D.zigzag(90, 3), D.striped(130, 3, 25))
+    bias = torch.randn(4, 90, 130)[None]
+    check(ranks, 3, case(layout, method, mask=M.Causal() | M.Prefix(11), bias=bias))
+    offsets = torch.tensor([11, 60])
+    check(ranks, 3, case(layout, method, mask=M.sliding(40), offset=offsets, bias=Alibi.standard(4)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
+@given(mask_strategy(sizes=(1, 3, 7, 17, 40), batches=((2,),)), st.data())
+def test_every_mask(ranks: Ranks, method: str, generated: Case, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, min(4, generated.heads) if method == "ulysses" else 4))
+    kinds = st.sampled_from([D.contiguous, D.zigzag, lambda L, n: D.striped(L, n, 3)])
+    layout = (data.draw(kinds)(generated.Lq, n), data.draw(kinds)(generated.Lk, n))
+    x = case(
+        layout, method, Hq=generated.heads, Hkv=generated.heads, mask=generated.mask, offset=generated.offset,
+        dropout=data.draw(st.sampled_from((0.0, 0.4))), seed=9,
+    )  # fmt: skip
+    check(ranks, n, x)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "usp"])
+def test_repeated_calls_are_bitwise_equal(ranks: Ranks, method: str) -> None:
+    shape = (2, 2) if method == "usp" else 4
+    x = case(D.balanced(M.Causal(), L, 4), method, mask=M.Causal(), **options("bias"))
+    first, second = (ranks.run(shape, on_rank, x) for _ in range(2))
+    assert all(
+        torch.equal(a, b) for r, s in zip(first, second, strict=True) for a, b in zip(r, s, strict=True)
+    )
+
+
+def test_same_dropout_on_any_number_of_ranks(ranks: Ranks) -> None:
+    """Values are unit vectors and scores are equal, so the output shows which weights are kept."""
+    n = 60
+    shown = []
+    for count in (1, 2, 3, 4):
+        x = case(D.striped(n, count, 7), "ring", Dv=n, dropout=0.5, seed=11)
+        x.q.zero_()
+        x.v = torch.eye(n).expand_as(x.v).clone()
+        shown.append(joined(x, ranks.run(count, on_rank, x))[0] != 0)
+    assert 0.4 < shown[0].float().mean() < 0.6
+    assert all(torch.equal(shown[0], other) for other in shown[1:])
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["none", "causal", "longformer", "documents", "random"])
+def test_plan_counts_the_bytes(ranks: Ranks, name: str, method: str) -> None:
+    mask = masks()[name]
+    for layout in layouts(4).values():
+        x = case(layout, method, mask=mask)
+        expected = D.plan(layout, mask=mask, method=method, B=2, Hq=4, Hkv=2, D=16, Dv=24)
+        assert sum(ranks.run(4, bytes_sent, x)) == expected.total_bytes
+
+
+def test_no_byte_travels_for_documents_of_one_rank(ranks: Ranks) -> None:
+    ids = torch.arange(4).repeat_interleave(50)
+    x = case(D.contiguous(200, 4), "ring", mask=M.Documents(ids))
+    assert ranks.run(4, bytes_sent, x) == [0, 0, 0, 0]
+    causal = case(D.contiguous(200, 4), "ring", mask=M.Causal())
+    row = 2 * 2 * (16 + 24) * 4
+    assert ranks.run(4, bytes_sent, causal) == [3 * 50 * row, 2 * 50 * row, 50 * row, 0]
+
+
+# Leaks
+
+
+def test_a_token_changes_exactly_the_positions_that_the_mask_allows(ranks: Ranks) -> None:
+    g = torch.Generator().manual_seed(3)
+    n, probes = 96, 0
+    for i in range(50):
+        window = int(torch.randint(1, 60, (), generator=g))
+        ids = torch.randint(0, 5, (n,), generator=g).sort().values
+        tokens = torch.randint(0, n, (3,), generator=g)
+        kinds = [
+            M.Causal(), M.sliding(window), M.Documents(ids) & M.Causal(),
+            M.sliding(window) | M.Global(tokens), M.RandomBlocks(2, 8, seed=i) & M.Causal(),
+            M.Dilated(1 + window % 7),
+            M.Dense(torch.rand(n, n, generator=g) > 0.5), ~M.Documents(ids), M.Prefix(window) | M.Causal(),
+            M.Blocks(torch.rand(1, 12, 12, generator=g) > 0.6, 8),
+        ]  # fmt: skip
+        mask, token = kinds[i % len(kinds)], int(torch.randint(0, n, (), generator=g))
+        x = case(D.zigzag(n, 4), METHODS[i % 3], B=1, mask=mask)
+        results = ranks.run(4, changed_positions, x, token)
+        changed = torch.zeros(4, n, dtype=torch.bool)
+        for rank, part in enumerate(results):
+            changed[:, D.positions(x.layout, rank)] = part[0]
+        assert torch.equal(changed, mask.to_dense(n, n)[..., token].expand(4, n)), (mask, token)
+        probes += 1
+    assert probes == 50

@@ -1,0 +1,170 @@
+"""Distributed calls of tests, and the same calls in a single process."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import regard
+from regard import distributed as D
+from regard.distributed import _group
+from regard.distributed.layouts import in_order
+from regard.scores import Alibi, RelativeBias
+
+FAULT_TIMEOUT = 8.0  # seconds: the time-out of the process group in tests of faults
+
+
+@dataclass
+class Sharded:
+    """A call of attention with its tensors, its layout and its method."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    layout: Any
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def case(
+    layout: Any, method: str, *, B: int = 2, Hq: int = 4, Hkv: int = 2, D: int = 16, Dv: int = 24,
+    dtype: torch.dtype = torch.float32, **options: Any,
+) -> Sharded:  # fmt: skip
+    torch.manual_seed(0)
+    q_layout, k_layout = layout if isinstance(layout, tuple) else (layout, layout)
+    q, k, v = (
+        torch.randn(B, H, x.L, n).to(dtype)
+        for H, x, n in ((Hq, q_layout, D), (Hkv, k_layout, D), (Hkv, k_layout, Dv))
+    )
+    dout = torch.randn(B, Hq, q_layout.L, Dv).to(dtype)
+    dlse = torch.randn(B, Hq, q_layout.L)
+    return Sharded(q, k, v, dout, dlse, layout, method, options)
+
+
+def _parameters(options: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Returns the options with fresh leaves for learned tensors, and the leaves."""
+    options, leaves = dict(options), []
+    bias, sink = options.get("bias"), options.get("sink")
+    if isinstance(bias, Tensor):
+        options["bias"] = bias = bias.detach().clone().requires_grad_()
+        leaves.append(bias)
+    elif isinstance(bias, Alibi):
+        leaves.append(bias.slopes.detach().clone().requires_grad_())
+        options["bias"] = Alibi(leaves[-1])
+    elif isinstance(bias, RelativeBias):
+        leaves.append(bias.table.detach().clone().requires_grad_())
+        options["bias"] = bias._with(leaves[-1])
+    if sink is not None:
+        leaves.append(sink.detach().clone().requires_grad_())
+        options["sink"] = leaves[-1]
+    return options, leaves
+
+
+def single(x: Sharded) -> list[Tensor]:
+    """Returns out, the LSE and all gradients of the call in one process."""
+    options, leaves = _parameters(x.options)
+    q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
+    out, lse = regard.attention(q, k, v, **options, return_lse=True)
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    loss = (out.float() * x.dout.float()).sum() + (finite * x.dlse).sum()
+    grads = torch.autograd.grad(loss, (q, k, v, *leaves), allow_unused=True, materialize_grads=True)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
+    """Returns out, the LSE and all gradients of a rank's shard."""
+    rank = mesh.get_rank() if mesh.ndim == 2 else mesh.get_local_rank()
+    layouts = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
+    options, leaves = _parameters(x.options)
+    q, dout, dlse = (D.shard(t, layouts[0], rank, 2) for t in (x.q, x.dout, x.dlse))
+    k, v = (D.shard(t, layouts[1], rank, 2) for t in (x.k, x.v))
+    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
+    out, lse = D.attention(q, k, v, mesh=mesh, layout=x.layout, method=x.method, **options, return_lse=True)
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    loss = (out.float() * dout.float()).sum() + (finite * dlse).sum()
+    grads = torch.autograd.grad(loss, (q, k, v, *leaves), allow_unused=True, materialize_grads=True)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def joined(x: Sharded, results: list[list[Tensor]]) -> list[Tensor]:
+    """Returns the whole results from those of all ranks: shards joined, parameters' gradients summed."""
+    q_layout, k_layout = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
+    layouts = (q_layout, q_layout, q_layout, k_layout, k_layout)
+    whole = [in_order([r[i] for r in results], layout, 2) for i, layout in enumerate(layouts)]
+    return whole + [torch.stack(parts).sum(0) for parts in zip(*(r[5:] for r in results), strict=True)]
+
+
+def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
+    layout, rank = x.layout, mesh.get_local_rank()
+    q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, x.k, x.v))
+    _group.sent_bytes = 0
+    D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
+    return _group.sent_bytes
+
+
+def changed_positions(mesh: DeviceMesh, x: Sharded, token: int) -> Tensor:
+    """Returns which of this rank's queries change if the key and value of one token change."""
+    layout, rank = x.layout, mesh.get_local_rank()
+    results = []
+    for delta in (0.0, 100.0):
+        k, v = x.k.clone(), x.v.clone()
+        k[:, :, token] += delta
+        v[:, :, token] += delta
+        q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, k, v))
+        results.append(D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options))
+    return (results[0] != results[1]).any(-1)
+
+
+def unsharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor | None]:
+    layout, rank = D.zigzag(13, 3), mesh.get_local_rank()
+    x = D.shard(torch.arange(26.0).view(2, 13), layout, rank, 1).requires_grad_()
+    whole = D.unshard(x, layout, mesh, 1)
+    (whole.sum() * (rank + 1)).backward()
+    return whole.detach(), x.grad
+
+
+def call_with(mesh: DeviceMesh, lengths: list[int], of_ranks: list[dict[str, Any]]) -> Tensor:
+    """Calls attention with the lengths and options of this rank."""
+    rank = mesh.get_rank()
+    options = {"Hq": 4, "D": 8} | of_ranks[min(rank, len(of_ranks) - 1)]
+    Hq, width = options.pop("Hq"), options.pop("D")
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, Hq, lengths[rank], width) for _ in range(3))
+    return D.attention(q, k, v, mesh=mesh, **options)
+
+
+def dies(mesh: DeviceMesh) -> None:
+    if mesh.get_local_rank() == 1:
+        os._exit(1)
+    call_with(mesh, [9, 8], [{}])
+
+
+def stalls(mesh: DeviceMesh) -> None:
+    if mesh.get_local_rank() == 1:
+        time.sleep(3 * FAULT_TIMEOUT)
+        return
+    call_with(mesh, [9, 8], [{}])
+
+
+def train_example(mesh: DeviceMesh, steps: int) -> list[float]:
+    """Runs examples/train_distributed.py. Returns the loss of each step."""
+    import importlib.util
+
+    from support import ROOT
+
+    spec = importlib.util.spec_from_file_location(
+        "train_distributed", ROOT / "examples" / "train_distributed.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(mesh, steps)
