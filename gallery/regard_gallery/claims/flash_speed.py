@@ -4,9 +4,8 @@ FlashAttention was measured on GPUs, where it saves transfers of the n x n weigh
 memory. This experiment runs on a CPU. It compares softmax(Q K^T / sqrt(d)) V in PyTorch, which
 stores the weights, with two kernels that work in tiles: PyTorch's fused
 `scaled_dot_product_attention` and `regard.attention`. The calls take turns, and the shortest times
-count. All times are measured twice. The margin of a ratio is the largest difference between its two
-measurements, and at least a tenth, so a busy machine gives the verdict "undecided". The experiment
-takes about a minute.
+count. All ratios are measured twice. A ratio decides something only if both measurements are on the
+same side of a bound, by at least a tenth. The experiment takes about a minute.
 """
 
 from __future__ import annotations
@@ -80,12 +79,16 @@ def ratios(lengths: Iterable[int], seconds: float) -> tuple[dict[Key, float], di
     return found, milliseconds, error
 
 
-def judge(found: Iterable[float], margin: float) -> str:
-    """Returns the verdict from the ratios. A ratio within the margin of a bound decides nothing."""
+def judge(measured: Iterable[tuple[float, float]]) -> str:
+    """Returns the verdict from the two measurements of each ratio.
+
+    A ratio with a measurement within a tenth of a bound, or with a bound between its measurements,
+    decides nothing.
+    """
     low, high = CLAIMED
-    found = list(found)
-    inside = [low * (1 + margin) <= ratio <= high / (1 + margin) for ratio in found]
-    outside = [ratio < low / (1 + margin) or ratio > high * (1 + margin) for ratio in found]
+    ranges = [(min(pair) / (1 + MARGIN), max(pair) * (1 + MARGIN)) for pair in measured]
+    inside = [low <= lowest and highest <= high for lowest, highest in ranges]
+    outside = [highest < low or lowest > high for lowest, highest in ranges]
     if all(inside):
         return "right"
     if all(outside):
@@ -106,23 +109,21 @@ def listed(found: dict[Key, float], title: str) -> str:
 def measure(lengths: tuple[int, ...] = (512, 1024, 4096), seconds: float = 24.0) -> Finding:
     first, _, _ = ratios(lengths, seconds)
     found, milliseconds, error = ratios(lengths, seconds)
-    scatter = max(max(a, b) / min(a, b) - 1 for a, b in zip(first.values(), found.values(), strict=True))
-    margin = max(scatter, MARGIN)
+    pairs = {", ".join(map(str, key)): (first[key], ratio) for key, ratio in found.items()}
+    least, most = min(map(min, pairs.values())), max(map(max, pairs.values()))
     return Finding(
         claim="FlashAttention is 2 to 4 times as fast",
-        verdict=judge(found.values(), margin),
+        verdict=judge(pairs.values()),
         measured=f"on a CPU with {torch.get_num_threads()} threads, the formula's time divided by that of a "
         f"tiled kernel, for {' / '.join(f'{n:,}' for n in lengths)} tokens: "
         + "; ".join(listed(found, title) for title in PASSES),
-        correct=f"the factor depends on kernel, length, pass and machine: here {min(found.values()):.1f} to "
-        f"{max(found.values()):.1f}, within {margin:.0%}; the published factors are of GPUs; "
+        correct=f"the factor depends on kernel, length, pass and machine: here {least:.1f} to "
+        f"{most:.1f}; the published factors are of GPUs; "
         f"the kernels' outputs differ from the formula's by {error:.0e} at most",
         numbers={
             "tokens": list(lengths),
             **{f"milliseconds, {name}": times for name, times in milliseconds.items()},
-            "times as fast as the formula": {", ".join(map(str, key)): ratio for key, ratio in found.items()},
-            "difference between two measurements": scatter,
-            "margin": margin,
+            "times as fast as the formula, measured twice": pairs,
             "largest error": error,
         },
     )

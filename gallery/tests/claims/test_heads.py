@@ -54,34 +54,34 @@ def test_flash_speed() -> None:
     numbers = finding.numbers
     assert "on a CPU" in finding.measured
     assert numbers["largest error"] < 1e-5
-    ratios = numbers["times as fast as the formula"]
+    ratios = numbers["times as fast as the formula, measured twice"]
     assert next(iter(ratios)) == "PyTorch, forward, 64"
     assert len(ratios) == 2 * 2 * 2  # kernels, passes, lengths
     milliseconds = {name: numbers[f"milliseconds, {name}, forward"] for name in ("formula", "Regard")}
-    assert ratios["Regard, forward, 96"] == pytest.approx(
+    assert ratios["Regard, forward, 96"][1] == pytest.approx(
         milliseconds["formula"][1] / milliseconds["Regard"][1]
     )
-    assert numbers["margin"] >= 0.1
-    assert finding.verdict == module.judge(ratios.values(), numbers["margin"])
+    assert finding.verdict == module.judge(ratios.values())
 
 
 def test_ratios_have_four_verdicts() -> None:
     judge = experiment("flash_speed").judge
-    assert judge([2.5, 3.0], 0.1) == "right"
-    assert judge([1.2, 1.5], 0.1) == "wrong"
-    assert judge([6.0, 9.0], 0.1) == "wrong"
-    assert judge([1.2, 3.0], 0.1) == "incomplete"
-    assert judge([2.1, 3.0], 0.1) == "undecided"  # 2.1 is within a tenth of 2
-    assert judge([1.2, 3.0], 1.0) == "undecided"  # times that differ by a factor 2 tell nothing
+    assert judge([(2.5, 2.6), (3.0, 3.1)]) == "right"
+    assert judge([(1.2, 1.3), (1.5, 1.5)]) == "wrong"
+    assert judge([(6.0, 7.0), (9.0, 5.0)]) == "wrong"
+    assert judge([(1.2, 1.2), (3.0, 3.0)]) == "incomplete"
+    assert judge([(2.1, 2.1), (3.0, 3.0)]) == "undecided"  # 2.1 is within a tenth of 2
+    assert judge([(1.2, 3.0), (3.0, 3.0)]) == "undecided"  # the first ratio is on both sides of 2
 
 
 @needs_core
 @pytest.mark.full
 def test_tiled_kernels_are_faster_than_the_formula() -> None:
     numbers = experiment("flash_speed").measure(lengths=(2048,), seconds=8.0).numbers
-    if numbers["margin"] > 0.5:
+    ratios = numbers["times as fast as the formula, measured twice"].values()
+    if any(max(pair) > 1.5 * min(pair) for pair in ratios):
         pytest.skip("the machine is busy")
-    assert all(ratio > 1 for ratio in numbers["times as fast as the formula"].values())
+    assert all(max(pair) > 1 for pair in ratios)
 
 
 # head_distances
