@@ -30,6 +30,7 @@ MODULES = (
     "headlines",
     "hf",
     "hunt",
+    "isas",
     "latent",
     "linear",
     "measure",
@@ -275,6 +276,18 @@ def test_additive_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[s
     with pytest.raises(bench.checks.WrongResult, match="Regard, 16 tokens: relative error"):
         bench.additive.sides(16, training=False)
     bench.additive.LIMIT = wrong
+
+
+def test_instruction_sets_are_compared(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.isas.main(["--threads", "1", "--seconds", "0", "--tokens", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 1 + len(bench.isas.calls(64))
+    assert "generic" in lines[0]
+    monkeypatch.setattr(bench.isas, "LIMIT", -1.0)
+    with pytest.raises(bench.isas.WrongResult, match=r"dense, .*: relative difference"):
+        bench.isas.agree("dense", bench.isas.calls(64)["dense"], ["generic", "generic"])
 
 
 def test_sparse_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
