@@ -113,7 +113,7 @@ def show_correctness(console: Console) -> None:
     """Compares many options at once, in float32, with the formula in float64."""
     heading(console, "Is the result right?")
     q, k, v = torch.randn(2, 8, 333, 64), torch.randn(2, 2, 333, 64), torch.randn(2, 2, 333, 96)
-    mask = M.sliding(100) & M.Lengths(torch.tensor([333, 250])) | M.Prefix(4)
+    mask = M.streaming(100, sinks=4) & M.Lengths(torch.tensor([333, 250]))
     options: dict[str, Any] = {
         "bias": scores.Alibi.standard(8),
         "softcap": 20.0,
