@@ -1,7 +1,7 @@
 """Compares the Chinese pages with the English pages: blocks, pictures, links, structure, numbers.
 
-Chinese pages are `*.zh.md` beside an English page, and docs/zh/NAME.md for docs/NAME.md or
-docs/NAME/README.md. Only docs/zh/README.md, the list of the Chinese pages, has no English page.
+Chinese pages are docs/zh/NAME.md for docs/NAME.md or docs/NAME/README.md, and README.zh.md, which is
+a short form of README.md. Only docs/zh/README.md, the list of the Chinese pages, has no English page.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from support.texts import NUMBER
 
 ZH, WIDTH = ROOT / "docs" / "zh", 100
 INDEX = ZH / "README.md"
+SHORT = ROOT / "README.zh.md"
 PAGES = [*sorted(ROOT.glob("*.zh.md")), *sorted(p for p in ZH.rglob("*.md") if p != INDEX)]
 FENCE = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.M | re.S)
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"")
@@ -25,6 +26,9 @@ LATIN = r"[A-Za-z0-9`]"
 FULL_WIDTH = "，。；：？！、（）"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+each_whole_page = pytest.mark.parametrize(
+    "page", [p for p in PAGES if p != SHORT], ids=[str(p.relative_to(ROOT)) for p in PAGES if p != SHORT]
+)
 each_text = pytest.mark.parametrize(
     "page", [*PAGES, INDEX], ids=[str(p.relative_to(ROOT)) for p in [*PAGES, INDEX]]
 )
@@ -78,10 +82,17 @@ def test_blocks_are_equal(page: Path) -> None:
     assert blocks == FENCE.findall(read(english(page)))
 
 
-@each_page
+@each_whole_page
 def test_pictures_are_the_same(page: Path) -> None:
     assert pictures(page) == pictures(english(page))
     assert all(picture.is_file() for picture in pictures(page))
+
+
+def test_the_readme_is_a_short_form() -> None:
+    """README.zh.md fits on one screen and says nothing that README.md does not say."""
+    assert len(read(SHORT).splitlines()) <= 60
+    assert pictures(SHORT) <= pictures(english(SHORT))
+    assert {*NUMBER.findall(prose(SHORT))} <= {*NUMBER.findall(prose(english(SHORT)))}
 
 
 @each_text
@@ -89,7 +100,7 @@ def test_links_resolve(page: Path) -> None:
     assert all(link.exists() for link in links(page) if isinstance(link, Path))
 
 
-@each_page
+@each_whole_page
 def test_links_are_those_of_the_english_page(page: Path) -> None:
     """A link to a page that has a Chinese page goes to the Chinese page."""
     expected = {CHINESE.get(link, link) if isinstance(link, Path) else link for link in links(english(page))}
@@ -104,12 +115,12 @@ def structure(page: Path) -> tuple[list[str], int, int, int]:
     return re.findall(r"^#+(?= )", text, re.M), rows, html, items
 
 
-@each_page
+@each_whole_page
 def test_headings_rows_and_lists_are_as_many(page: Path) -> None:
     assert structure(page) == structure(english(page))
 
 
-@each_page
+@each_whole_page
 def test_every_number_is_there(page: Path) -> None:
     assert {*NUMBER.findall(prose(english(page)))} <= {*NUMBER.findall(prose(page))}
 
