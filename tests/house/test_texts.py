@@ -14,6 +14,7 @@ DESIGN, DESIGN_BYTES, WIDTH = ROOT / "DESIGN.md", 14_000, 100
 FOLDERS = ("native", "src/regard", "gallery/regard_gallery", "tools")
 READMES = [p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("README.md"))]
 TEXTS = [DESIGN, *READMES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+PAGES = sorted({*TEXTS, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 SOURCES = ("native", "src", "gallery", "tools", "tests", "docs", "benchmarks", "examples")
 TREE = [p for folder in SOURCES for p in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
 ENDINGS = {f"/{p.relative_to(ROOT).as_posix()}" for p in TREE}
@@ -39,10 +40,12 @@ def test_named_files_exist(path: Path) -> None:
     assert not missing
 
 
-@each_text
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_prose_is_wrapped(path: Path) -> None:
-    lines = re.sub(r"^[ ]*```.*?^[ ]*```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert not [x for x in lines.splitlines() if len(x) > WIDTH and not x.startswith("|")]
+    """Tables, pictures, code and the addresses of links may be longer."""
+    text = re.sub(r"^[ ]*```.*?^[ ]*```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    lines = re.sub(r"\]\([^)]*\)", "]", text).splitlines()
+    assert not [x for x in lines if len(x) > WIDTH and not x.startswith(("|", "!["))]
 
 
 def test_design_is_short() -> None:

@@ -81,13 +81,11 @@ def attention(
         softcap: replaces a score s by softcap * tanh(s / softcap). Must be above 0.
         sink: (Hq,) logits in q's dtype or float32. The sink takes part in the softmax as one more
             key with a value of zeros.
-        dropout: the probability that a weight is set to 0. Other weights are divided by
-            1 - dropout.
+        dropout: the probability that a weight is set to 0. Others are divided by 1 - dropout.
         seed: the seed of the dropout pattern. Default: drawn from PyTorch's generator, so that
             `torch.manual_seed` works.
         return_lse: whether to return the LSE, too.
-        impl: "auto", "native", "torch" or "reference". A backend chosen by name is
-            never replaced by another.
+        impl: "auto", "native", "torch" or "reference". A named backend is never replaced.
 
     Returns:
         out (..., Hq, Lq, Dv) with q's dtype and memory order. With `return_lse` also the LSE
