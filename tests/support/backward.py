@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -191,10 +192,23 @@ def term_norms(t: Training, pairs: Pairs, weights: Tensor | None = None) -> dict
         "q": (ds * scale * k.sum(-1)[..., None, :]).sum(),
         "k": (ds * scale * q.sum(-1)[..., None]).sum(),
         "v": ((weights * keep).square() * dout.sum(-1)[..., None]).sum(),
-        "bias": (ds * bias_slope(p).square()).sum(),
+        "bias": (ds * bias_slope(p).square()).sum() * equal_errors(t),
         "sink": to_sink.sum(),
     }
     return {name: squares[name].sqrt().item() for name in inputs(t.call)}
+
+
+def equal_errors(t: Training) -> int:
+    """Returns how many rows may have the same rounding errors in the gradient of the bias.
+
+    A bias that shifts whole rows has a gradient of zero, so only rounding errors remain. Rows that
+    share their dout, because it is expanded, may have equal errors, which add up without cancelling.
+    """
+    bias = t.call.options.get("bias")
+    if not isinstance(bias, Tensor) or bias.shape[-1] != 1:
+        return 1
+    dims = zip(t.dout.shape[:-1], t.dout.stride()[:-1], strict=True)
+    return math.prod(size for size, stride in dims if stride == 0)
 
 
 def bias_slope(problem: Problem) -> Tensor:
