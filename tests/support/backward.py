@@ -205,7 +205,7 @@ def equal_errors(t: Training) -> int:
     share their dout, because it is expanded, may have equal errors, which add up without cancelling.
     """
     bias = t.call.options.get("bias")
-    if not isinstance(bias, Tensor) or bias.shape[-1] != 1:
+    if not isinstance(bias, Tensor) or bias.shape[-1:] not in ((), (1,)):
         return 1
     dims = zip(t.dout.shape[:-1], t.dout.stride()[:-1], strict=True)
     return math.prod(size for size, stride in dims if stride == 0)
