@@ -170,6 +170,33 @@ def test_window_counts_the_query_itself(kind: str) -> None:
     assert rel_l2(out, expected(kind, q, k, v, mask=M.Window(4, 0))) < LIMITS[torch.float32]
 
 
+def prompt_masks(N: int) -> dict[str, M.Mask]:
+    """Returns masks over a prompt of N tokens whose chunks have other masks than the prompt."""
+    g = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, 3, (N,), generator=g).sort().values
+    return {
+        "dense": M.Dense(torch.rand(2, H, N, N, generator=g) > 0.4),
+        "blocks": M.Blocks(torch.rand(1, 9, 9, generator=g) > 0.4, 6),
+        "two documents": M.Documents(ids, ids.roll(1)),
+        "random": M.RandomBlocks(2, 8) | M.Global([0, 30]),
+        "not": ~M.Documents(ids) | M.sliding(5),
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("sliding", "streaming")])
+@pytest.mark.parametrize("name", prompt_masks(1))
+def test_prefill_in_chunks_takes_the_cut_mask_of_the_prompt(kind: str, name: str) -> None:
+    N, sizes = 53, (20, 17, 1, 15)
+    q, k, v = tokens(kind, 2, N)
+    cache, mask, outs, begin = new(kind), prompt_masks(N)[name], [], 0
+    for size in sizes:
+        end = begin + size
+        part = mask.cut(begin, end, 0, end, Lk=N)
+        outs.append(attend(cache, *(x[:, :, begin:end] for x in (q, k, v)), mask=part))
+        begin = end
+    assert rel_l2(torch.cat(outs, 2), expected(kind, q, k, v, mask=mask)) < LIMITS[torch.float32]
+
+
 @every_cache
 def test_biases_of_samples_of_different_length(kind: str) -> None:
     q, k, v = tokens(kind, 2, 41)
