@@ -38,6 +38,8 @@ MODULES = (
     "modules",
     "packed",
     "peers",
+    "processes",
+    "ranks",
     "report",
     "run",
     "scaling",
@@ -276,6 +278,21 @@ def test_additive_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[s
     with pytest.raises(bench.checks.WrongResult, match="Regard, 16 tokens: relative error"):
         bench.additive.sides(16, training=False)
     bench.additive.LIMIT = wrong
+
+
+def test_processes_are_compared_with_one(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "70", "--heads", "2", "--seconds", "0"]
+    assert bench.ranks.main([*sizes, "--only", "ring, zigzag", "ulysses, contiguous"]) == 0
+    lines = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert lines == ["2 ranks", "---", "one process", "ring, zigzag", "ulysses, contiguous"]
+    with bench.processes.Processes(1) as processes:
+        row = bench.ranks.ROWS["ring, zigzag"]
+        processes.run(bench.ranks.prepare, row, 2, 70)
+        wrong = [torch.zeros(1, 2, 70, 64)]
+        with pytest.raises(bench.checks.WrongResult, match="ring, zigzag, forward: relative error"):
+            bench.ranks.agree("ring, zigzag", row.make_layout(70, 1), wrong, processes, "forward")
+        with pytest.raises(RuntimeError, match=r"rank 0: (?s:.*)KeyError"):
+            processes.run(bench.ranks.shards, bench.ranks.ROWS["gather, zigzag"], "forward")
 
 
 def test_instruction_sets_are_compared(
