@@ -42,14 +42,10 @@ def attend_packed(
     each sequence. A padded batch would also be one call, but would spend time and memory on
     padding.
     """
-    by_distance = isinstance(options["bias"], Alibi | RelativeBias)
     if not readable(cu_seqlens_q):
-        row = _unread_row(qkv, cu_seqlens_q, cu_seqlens_k, options, by_distance)
+        row = _unread_row(qkv, cu_seqlens_q, cu_seqlens_k, options)
         return _attend(attention, qkv, options | {"mask": row, "offset": 0})
-    plan = _plan(
-        _as_ints("cu_seqlens_q", cu_seqlens_q), _as_ints("cu_seqlens_k", cu_seqlens_k), options["mask"],
-        _offset(options["offset"]), by_distance, qkv[0].device,
-    )  # fmt: skip
+    plan = packed_plan(cu_seqlens_q, cu_seqlens_k, options, qkv[0].device)
     for name, x, sizes in zip("qkv", qkv, (plan.sizes_q, plan.sizes_k, plan.sizes_k), strict=True):
         if x.shape[1] != sum(sizes):
             raise ValueError(f"{name}: expected {sum(sizes)} tokens as in cu_seqlens, got {x.shape[1]}")
@@ -120,6 +116,21 @@ class PackedPlan(NamedTuple):
     shift: int  # offset of the call over the row
 
 
+def packed_plan(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, device: torch.device
+) -> PackedPlan:
+    """Returns the plan of a packed call with the options mask, bias and offset."""
+    return _plan(
+        _as_ints("cu_seqlens_q", cu_seqlens_q), _as_ints("cu_seqlens_k", cu_seqlens_k), options["mask"],
+        _offset(options["offset"]), _by_distance(options), device,
+    )  # fmt: skip
+
+
+def _by_distance(options: Options) -> bool:
+    """Returns whether the bias depends on distances."""
+    return isinstance(options["bias"], Alibi | RelativeBias)
+
+
 def _as_ints(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
     if cu_seqlens.ndim != 1 or not holds_integers(cu_seqlens):
         raise ValueError(f"{name}: expected integers of shape (N + 1,), got {describe(cu_seqlens)}")
@@ -172,9 +183,7 @@ def _offsets(offset: int | tuple[int, ...] | None, sizes_q: list[int], sizes_k: 
     return list(offset)
 
 
-def _unread_row(
-    qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options, by_distance: bool
-) -> Mask:
+def _unread_row(qkv: QKV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options: Options) -> Mask:
     """Returns the mask of one call over all sequences, without reading the values of cu_seqlens.
 
     Used if the values cannot be read, as under torch.compile. Raises NotImplementedError if one
@@ -182,7 +191,7 @@ def _unread_row(
     """
     mask, kinds = options["mask"], _kinds(options["mask"])
     self_attention = cu_seqlens_k is cu_seqlens_q and options["offset"] is None
-    if MaskKind.POSITION in kinds or not (self_attention or (not kinds and not by_distance)):
+    if MaskKind.POSITION in kinds or not (self_attention or (not kinds and not _by_distance(options))):
         raise NotImplementedError(
             "cu_seqlens cannot be read under torch.compile, so a mask or bias with positions "
             "needs the same cu_seqlens for queries and keys, no offset, and Causal, Window or Dilated"

@@ -16,11 +16,10 @@ from torch import Tensor
 from .._backends.dispatch import check_name
 from .._call import check
 from .._call.spec import DTYPES, Options, learned
-from .._tools.arguments import describe
 from ..masks import Mask
 from ._call import DistributedCall
 from ._group import Group, all_headers
-from .layouts import Layout, contiguous
+from .layouts import Layout, as_pair, contiguous
 from .plan import METHODS
 
 VARIABLE = "REGARD_DISTRIBUTED_DEBUG"
@@ -126,12 +125,8 @@ def _layouts(
     """Returns the layouts of queries and keys. None: contiguous, once all lengths are known."""
     if layout is None:
         return None
-    pair = (layout, layout) if isinstance(layout, Layout) else layout
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, Layout) for x in pair):
-        raise TypeError(f"layout: expected a Layout, or a pair for queries and keys, got {describe(layout)}")
+    pair = as_pair(layout, ranks)
     for name, x, own in (("q", q, pair[0]), ("k", k, pair[1])):
-        if own.ranks != ranks:
-            raise ValueError(f"layout: expected {ranks} ranks as in the mesh, got {own.ranks}")
         if own.lengths[rank] != x.shape[2]:
             raise ValueError(
                 f"layout: expected a layout of {name}'s length: rank {rank} has {own.lengths[rank]} of "

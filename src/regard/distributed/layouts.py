@@ -159,6 +159,17 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
+def as_pair(layout: object, ranks: int) -> tuple[Layout, Layout]:
+    """Returns the layouts of queries and keys. Checks that they are for `ranks` ranks."""
+    pair = (layout, layout) if isinstance(layout, Layout) else layout
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(x, Layout) for x in pair):
+        raise TypeError(f"layout: expected a Layout, or a pair for queries and keys, got {describe(layout)}")
+    for own in pair:
+        if own.ranks != ranks:
+            raise ValueError(f"layout: expected {ranks} ranks as in the mesh, got {own.ranks}")
+    return pair
+
+
 # Tensors
 
 

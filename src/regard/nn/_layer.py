@@ -14,6 +14,7 @@ from ..masks._both import both
 from ._module import CheckedModule
 from ._nested import packed_tokens
 from ._options import LayerOptions
+from ._parallel import attend_shards
 
 CAUSAL = Causal()
 
@@ -54,6 +55,11 @@ class AttentionLayer(CheckedModule):
 
     def _attend(self, qkv: QKV, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
         """Computes attention of q, k, v that are batched (..., H, L, D) or packed (H, total, D)."""
+        if options.parallel is not None:
+            cu_seqlens, layer = (options.cu_seqlens, options.context_cu_seqlens), self._options()
+            return attend_shards(
+                options.parallel, qkv, cu_seqlens, {"mask": mask, "dropout": dropout, **layer}
+            )
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)
         q, k, v = (t.transpose(0, 1) for t in qkv)
@@ -69,7 +75,9 @@ class AttentionLayer(CheckedModule):
         j is the jagged dim. Packs x, calls `forward` on the packed tokens, and unpacks the result.
         With `return_weights`, also returns the padded weights (N, H, Lq, Lk).
         """
-        options.refuse("with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache")
+        options.refuse(
+            "with nested tensors", "lengths", "cu_seqlens", "context_cu_seqlens", "cache", "parallel"
+        )
         packed = packed_tokens("x", x, self.d_model)
         shared = {"mask": options.mask, "positions": options.positions, "cu_seqlens": packed.cu_seqlens}
         result = self(packed.tokens, **shared, **keywords)

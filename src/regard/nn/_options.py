@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from .._tools.arguments import describe
 from ..masks import Mask
 from ..positions import Positions
 from ._padding import finite_padding
+from ._parallel import checked_parallel, shard_positions
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 
 class Memory(NamedTuple):
@@ -50,6 +54,7 @@ class LayerOptions(NamedTuple):
     cu_seqlens: Tensor | None = None
     context_cu_seqlens: Tensor | None = None
     cache: CacheLike | None = None
+    parallel: SequenceParallel | None = None
 
     def refuse(self, why: str, *names: str) -> None:
         """Raises ValueError, with the reason `why`, if one of the options `names` is not None."""
@@ -66,6 +71,8 @@ class LayerOptions(NamedTuple):
             self.refuse("without a context", "context_cu_seqlens")
         else:
             self.refuse("with a context (it is for self-attention)", "lengths", "positions", "cache")
+        if self.parallel is not None:
+            self.refuse("with parallel", "cache")
         if self.cu_seqlens is None:
             self.refuse("without cu_seqlens", "context_cu_seqlens")
             if self.cache is not None and x.dim() != 3:
@@ -76,6 +83,16 @@ class LayerOptions(NamedTuple):
             raise ValueError(f"x: expected packed tokens (total, d_model) with cu_seqlens, got {describe(x)}")
         if context is not None and self.context_cu_seqlens is None:
             raise ValueError("context_cu_seqlens: expected (N + 1,) with cu_seqlens and a context, got None")
+
+    def of_call(self, x: Tensor, context: Context) -> LayerOptions:
+        """Returns the options with layouts of x and of its keys. Checks the lengths of shards."""
+        if self.parallel is None:
+            return self
+        parallel = checked_parallel(self.parallel, "x", x)
+        if context is None:
+            return self._replace(parallel=parallel.of_queries)
+        checked_parallel(parallel.of_keys, "context", context.k if isinstance(context, Memory) else context)
+        return self
 
     def sample_mask(self) -> Mask | Tensor | None:
         """Returns the option `mask`. A tensor (B, Lq, Lk) becomes (B, 1, Lq, Lk)."""
@@ -89,10 +106,14 @@ class LayerOptions(NamedTuple):
         masks are about the cached tokens, and packed tokens have no padding.
         """
         masks = (self.mask, mask) if self.cache is None and self.cu_seqlens is None else ()
-        return finite_padding(keys, self.lengths, *masks)
+        parallel = None if self.parallel is None else self.parallel.of_keys
+        return finite_padding(keys, self.lengths, *masks, parallel=parallel)
 
     def token_positions(self, L: int) -> Positions:
         """Returns the option `positions`, or the default positions of L tokens if it is None."""
+        if self.parallel is not None:
+            whole = self._replace(parallel=None).token_positions(self.parallel.layouts[0].L)
+            return shard_positions(whole, self.parallel)
         if self.positions is not None:
             return self.positions
         if self.cu_seqlens is not None:

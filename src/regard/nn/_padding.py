@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._tools.arguments import tensor_of
 from ..masks import And, Documents, Lengths
+from ._parallel import whole_like
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 
-def finite_padding(x: Tensor, lengths: Any = None, *masks: Any) -> Tensor:
+def finite_padding(
+    x: Tensor, lengths: Any = None, *masks: Any, parallel: SequenceParallel | None = None
+) -> Tensor:
     """Returns x (..., L, d_model) with zeros in tokens of the padding that have NaN or Inf.
 
     The gradient of a projection's weight is x^T g. In padding, g is 0, but 0 * NaN is NaN. All other
     tokens stay as they are. Padding is what `lengths` (...) and the masks declare for keys x: tokens
-    from `Lengths` on, and tokens whose id in `Documents` is negative.
+    from `Lengths` on, and tokens whose id in `Documents` is negative. With `parallel`, x is a shard
+    and the padding that of the whole sequence.
     """
-    padding = declared_padding(x, lengths, *masks)
-    return x if padding is None else finite_where(padding, x)
+    padding = declared_padding(x if parallel is None else whole_like(x, parallel), lengths, *masks)
+    if padding is None:
+        return x
+    return finite_where(padding if parallel is None else parallel.shard(padding, -1), x)
 
 
 def declared_padding(x: Tensor, lengths: Any = None, *masks: Any) -> Tensor | None:

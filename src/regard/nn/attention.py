@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from ._nested import packed_tokens
 from ._options import CacheLike, Context, LayerOptions, Memory, checked_mask, is_nested
 from ._recorded import with_weights
 from ._sizes import GroupedHeads, join_heads, split_heads
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 Rule = Rotary | AlibiBias | Relative
 
@@ -123,7 +126,8 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         self, x: Tensor, context: Context = None, value: Tensor | None = None, *,
         mask: Mask | Tensor | None = None, lengths: Tensor | None = None, positions: Positions | None = None,
         cu_seqlens: Tensor | None = None, context_cu_seqlens: Tensor | None = None,
-        cache: CacheLike | None = None, return_weights: bool = False, **unknown: NoReturn,
+        cache: CacheLike | None = None, parallel: SequenceParallel | None = None,
+        return_weights: bool = False, **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to `context`, or from x to itself. The output has x's shape.
 
@@ -143,6 +147,8 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
             context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
             cache: a cache of `regard.cache`. The call appends the keys and values of x and attends
                 causally to all cached tokens.
+            parallel: the ranks that share the sequence. x, `context`, `value` and the output are then
+                this rank's shards, all other arguments those of the whole sequence.
             return_weights: if True, returns the pair (output, weights). The weights are those of
                 `regard.weights` before dropout: (B, heads, L, Lk), (heads, L, Lk) if x is
                 unbatched, and padded (N, heads, L, Lk) if x is packed or nested. They take
@@ -150,14 +156,16 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         """
         if unknown:
             raise unknown_keyword(Attention.forward, unknown)
-        options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache)
+        options = LayerOptions(mask, lengths, positions, cu_seqlens, context_cu_seqlens, cache, parallel)
         if is_nested("x", x):
             nested = self._nested_context(context, value)
             return self._forward_nested(x, options, return_weights=return_weights, **nested)
         if return_weights:
+            options.refuse("with return_weights", "parallel")
             output = partial(self.forward, x, context, value, **options._asdict())
             return with_weights(output, cu_seqlens, context_cu_seqlens)
         self._check(x, context, value, options)
+        options = options.of_call(x, context)
         x, context, value = self._finite(x, context, value, options)
         q, k, v = self._projected(x, context, value)
         at = options.token_positions(x.shape[-2]) if isinstance(self.position, Rotary) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,6 +18,9 @@ from .latent import LatentAttention
 from .linear import LinearAttention
 from .named import CrossAttention
 from .norms import PreNorm
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 Residual = Callable[[int, nn.Module], nn.Module]
 
@@ -61,7 +64,8 @@ class Block(CheckedModule):
             context_cu_seqlens: (N + 1,), the cumulative sequence lengths of a packed context.
             return_weights: if True, returns (output, weights), or (output, weights, weights of the
                 cross-attention) if the block has cross-attention. Weights are (B, heads, L, Lk).
-            options: options of the self-attention: mask, lengths, cache, ...
+            options: options of the self-attention: mask, lengths, cache, ... `parallel` and
+                `cu_seqlens` go to the cross-attention, too.
         """
         if (context is None) != (self.cross is None):
             expected = "None" if self.cross is None else "a tensor or a Memory"
@@ -69,9 +73,10 @@ class Block(CheckedModule):
         wanted = {"return_weights": True} if return_weights else {}  # not every module has the option
         x, *weights = _as_tuple(self.attention(x, **options, **wanted))
         if self.cross is not None:
-            packed = {"cu_seqlens": options.get("cu_seqlens"), "context_cu_seqlens": context_cu_seqlens}
-            packed = {name: value for name, value in packed.items() if value is not None}
-            x, *cross = _as_tuple(self.cross(x, context, mask=context_mask, **packed, **wanted))
+            shared = {name: options.get(name) for name in ("cu_seqlens", "parallel")}
+            shared["context_cu_seqlens"] = context_cu_seqlens
+            shared = {name: value for name, value in shared.items() if value is not None}
+            x, *cross = _as_tuple(self.cross(x, context, mask=context_mask, **shared, **wanted))
             weights += cross
         out: Tensor = self.feed_forward(x)
         return (out, *weights) if return_weights else out
@@ -116,7 +121,7 @@ class Stack(CheckedModule):
             return_weights: if True, returns (output, weights), where weights is a list with one
                 entry per block, or (output, weights, list of the cross-attentions' weights).
             options: options for all blocks: mask, lengths, positions, cu_seqlens, context_mask,
-                context_cu_seqlens.
+                context_cu_seqlens, parallel.
         """
         if "cache" in options:
             raise TypeError(
@@ -183,19 +188,23 @@ class EncoderDecoder(CheckedModule):
 
     def forward(
         self, source: Tensor, target: Tensor, *, source_mask: Mask | Tensor | None = None,
-        target_mask: Mask | Tensor | None = None, return_weights: bool = False,
+        target_mask: Mask | Tensor | None = None, parallel: SequenceParallel | None = None,
+        return_weights: bool = False,
     ) -> Any:  # fmt: skip
         """Encodes `source` and returns the decoder's output for `target`.
 
         source (B, Ls, d_model), target (B, Lt, d_model) -> (B, Lt, d_model). `source_mask` applies
         to the encoder and to the cross-attention, `target_mask` to the decoder's self-attention.
+        With `parallel`, whose layouts are those of the target and of the source, both are shards.
         With `return_weights`, returns (output, weights of the encoder, of the decoder, of the
         cross-attention). Each is a list with one tensor (B, heads, L, Lk) per block.
         """
         wanted = {"return_weights": True} if return_weights else {}
-        memory, *encoder = _as_tuple(self.encoder(source, mask=source_mask, **wanted))
+        of_source = {} if parallel is None else {"parallel": parallel.of_keys}
+        of_target = {} if parallel is None else {"parallel": parallel}
+        memory, *encoder = _as_tuple(self.encoder(source, mask=source_mask, **of_source, **wanted))
         masks = {"mask": target_mask, "context_mask": source_mask}
-        out, *decoder = _as_tuple(self.decoder(target, memory, **masks, **wanted))
+        out, *decoder = _as_tuple(self.decoder(target, memory, **masks, **of_target, **wanted))
         return (out, *encoder, *decoder) if return_weights else out
 
 

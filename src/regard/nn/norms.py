@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._padding import finite_padding
+from ._parallel import checked_parallel
 
 Norm = Callable[[int], nn.Module]
 
@@ -80,4 +81,6 @@ def _finite(x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor
     lengths = options.get("lengths") if about_x else None
     if x.is_nested or (lengths is None and not is_self):
         return x
-    return finite_padding(x, lengths, options.get("mask") if is_self else None)
+    mask, parallel = options.get("mask") if is_self else None, options.get("parallel")
+    parallel = None if parallel is None else checked_parallel(parallel, "x", x)
+    return finite_padding(x, lengths, mask, parallel=parallel)
