@@ -33,7 +33,7 @@ class Case(NamedTuple):
             "q": self.q, "k": self.k, "v": self.v, "log_decay": self.options.get("log_decay"),
             "beta": self.options.get("beta"), "S": state.S, "z": state.z,
         }  # fmt: skip
-        return {name: x for name, x in tensors.items() if x is not None}
+        return {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
 
     def requiring_grad(self) -> Case:
         """Returns a copy whose tensors are leaves that require gradients."""

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from .._backends.dispatch import TABLE
 from .._backends.native import linear as _native
-from .._backends.native.linear import LinearSaved
+from .._backends.native.linear import NOTHING_SAVED, LinearSaved
 from .._backends.torch import linear as _linear_torch
 from .._call.linear import LinearCall, LinearResult
 from .._call.make import any_needs_grad
@@ -39,6 +39,33 @@ def _connected(result: LinearResult, call: LinearCall) -> LinearResult:
     inputs: tuple[Maybe, ...] = call[:INPUTS]  # type: ignore[assignment]
     zero = sum((x[..., :0].sum() for x in inputs if x is not None), call.q.new_zeros(()))
     return LinearResult(result.out + zero, result.S + zero, None if result.z is None else result.z + zero)
+
+
+def run_saving(p: LinearCall, name: str, for_backward: bool) -> tuple[LinearResult, LinearSaved]:
+    """Runs a call without recording it. Also returns the tensors that `gradients` needs."""
+    if name == "native" and for_backward:
+        return _native.linear_saving(p)
+    return TABLE["linear"][name].run(p), NOTHING_SAVED
+
+
+def gradients(
+    p: LinearCall, name: str, saved: LinearSaved, dout: Tensor, dS: Maybe, dz: Maybe
+) -> tuple[Maybe, ...]:
+    """Computes the gradients of q, k, v, log_decay, beta, S and z. That of None is None.
+
+    Only the native backend has a backward pass: the others run the call again.
+    """
+    if name == "native":
+        return _native.linear_backward(p, saved, dout, dS, dz)
+    with torch.enable_grad():
+        tensors: tuple[Maybe, ...] = p[:INPUTS]  # type: ignore[assignment]
+        inputs: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
+        result = run(LinearCall(*inputs, *p[INPUTS:]), name)
+    pairs = [(y, dy) for y, dy in zip(result, (dout, dS, dz), strict=True) if y is not None]
+    needing = [x for x in inputs if x is not None]
+    results, dys = zip(*pairs, strict=True)
+    grads = iter(torch.autograd.grad(results, needing, dys, materialize_grads=True))
+    return tuple(None if x is None else next(grads) for x in inputs)
 
 
 class RegardLinearAttention(Function):

@@ -6,11 +6,12 @@ the whole sequence.
 
 from .attention import attention
 from .layouts import Layout, balanced, contiguous, next_tokens, positions, shard, striped, zigzag
+from .linear_attention import linear_attention
 from .plan import DistributedPlan, plan
 from .sequence_parallel import SequenceParallel
 from .unshard import unshard
 
 __all__ = [
-    "DistributedPlan", "Layout", "SequenceParallel", "attention", "balanced", "contiguous", "next_tokens",
-    "plan", "positions", "shard", "striped", "unshard", "zigzag",
+    "DistributedPlan", "Layout", "SequenceParallel", "attention", "balanced", "contiguous",
+    "linear_attention", "next_tokens", "plan", "positions", "shard", "striped", "unshard", "zigzag",
 ]  # fmt: skip

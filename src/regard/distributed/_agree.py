@@ -7,8 +7,10 @@ that differs, therefore raises on all ranks instead of leaving some of them wait
 from __future__ import annotations
 
 import os
+import re
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,8 +53,10 @@ class Header(NamedTuple):
     seed: int = 0
 
 
-COMPARED = Header._fields[3:19]  # B to has_seed
-CHECKSUMS = {"method", "layout", "mask", "offset", "bias", "options", "sink"}
+H = TypeVar("H", bound=tuple[int, ...])  # a header
+
+NOT_COMPARED = {"failed", "q_length", "k_length", "seed", "threads"}
+CHECKSUMS = {"method", "layout", "mask", "offset", "bias", "options", "sink", "lengths", "state"}
 ARGUMENTS = (
     "another argument", "q", "k", "v", "mesh", "layout", "method", "mask", "offset", "bias", "scale",
     "softcap", "sink", "dropout", "seed", "return_lse", "impl",
@@ -67,26 +71,24 @@ def agree(
     """Returns the call that all ranks of the groups make. Raises on all ranks if there is none."""
     error: Exception | None = None
     header = Header()
-    ranks, rank = _place(groups)
-    debug = os.environ.get(VARIABLE, "0") not in ("", "0") if debug is None else debug
+    ranks, rank = place(groups)
+    debug = in_debug_mode(debug)
     try:
         options = _checked(q, k, v, options, method, impl, len(groups))
-        layouts = _layouts(layout, ranks, rank, q, k)
+        layouts = layouts_of(layout, ranks, rank, q, k)
         header = _header(q, k, v, options, layouts, method, impl, debug)
         seed = check.as_seed(options.seed, options.dropout)
         header = header._replace(has_seed=options.seed is not None, seed=int(seed))
     except (TypeError, ValueError, NotImplementedError) as caught:
-        error, header = caught, Header(failed=1 + _argument(caught))
-    headers = _gather(groups, header)
-    if error is not None:
-        raise error
-    _compare(headers)
-    layouts = layouts or _default(headers, ranks)
+        error, header = caught, Header(failed=argument_index(caught, ARGUMENTS))
+    headers = agreed(groups, header, error, ARGUMENTS, SHOWN)
+    _compare_seeds(headers)
+    layouts = layouts or default_layouts(headers, ranks)
     # The options are equal on all ranks, so all ranks find the same error.
     return _call(q, k, v, options, layouts, impl, headers[0])
 
 
-def _place(groups: list[Group]) -> tuple[int, int]:
+def place(groups: list[Group]) -> tuple[int, int]:
     """Returns the number of ranks of the mesh and this rank's place in it."""
     ranks, rank = 1, 0
     for group in groups:
@@ -96,13 +98,7 @@ def _place(groups: list[Group]) -> tuple[int, int]:
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, impl: str, dims: int) -> Options:
     """Checks what one rank can check. Returns the options with converted values."""
-    check.check_tensors((q, k, v))
-    for name, x in zip("qkv", (q, k, v), strict=True):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected a shard (B, H, length, D), got shape {tuple(x.shape)}")
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected B = {q.shape[0]} samples as in q, got {x.shape[0]}")
-    check._check_sizes((q, k, v))
+    check_shards(q, k, v)
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if (dims == 2) != (method == "usp") and not (dims == 2 and method == "auto"):
@@ -119,7 +115,17 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, imp
     return options._replace(mask=mask, offset=offset)
 
 
-def _layouts(
+def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check.check_tensors((q, k, v))
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected a shard (B, H, length, D), got shape {tuple(x.shape)}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected B = {q.shape[0]} samples as in q, got {x.shape[0]}")
+    check._check_sizes((q, k, v))
+
+
+def layouts_of(
     layout: Layout | tuple[Layout, Layout] | None, ranks: int, rank: int, q: Tensor, k: Tensor
 ) -> tuple[Layout, Layout] | None:
     """Returns the layouts of queries and keys. None: contiguous, once all lengths are known."""
@@ -147,14 +153,14 @@ def _header(
     scalars = (options.scale, options.softcap, options.dropout, options.return_lse, impl)
     return Header(
         0, q.shape[2], k.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-        DTYPES.index(q.dtype), sum(bit << i for i, bit in enumerate(bits)), _checksum(method),
-        _checksum(layouts), _checksum((code, [_contents(x, debug) for x in tensors])),
-        _checksum(_contents(offset, True)), _checksum((type(bias).__name__, _contents(learned(bias), debug))),
-        _checksum(scalars), _checksum(_contents(sink, debug)), debug,
+        DTYPES.index(q.dtype), sum(bit << i for i, bit in enumerate(bits)), checksum(method),
+        checksum(layouts), checksum((code, [contents(x, debug) for x in tensors])),
+        checksum(contents(offset, True)), checksum((type(bias).__name__, contents(learned(bias), debug))),
+        checksum(scalars), checksum(contents(sink, debug)), debug,
     )  # fmt: skip
 
 
-def _contents(x: Any, debug: bool) -> object:
+def contents(x: Any, debug: bool) -> object:
     """Describes a tensor, by its contents in debug mode. Other values describe themselves."""
     if not isinstance(x, Tensor):
         return x
@@ -164,41 +170,59 @@ def _contents(x: Any, debug: bool) -> object:
     return tuple(x.shape), str(x.dtype), zlib.crc32(data.view(torch.uint8).numpy().tobytes())
 
 
-def _checksum(value: object) -> int:
+def checksum(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def _gather(groups: list[Group], header: Header) -> list[Header]:
-    """Returns the headers of all ranks of the mesh."""
+def in_debug_mode(debug: bool | None) -> bool:
+    return os.environ.get(VARIABLE, "0") not in ("", "0") if debug is None else debug
+
+
+def agreed(
+    groups: list[Group], header: H, error: Exception | None, arguments: tuple[str, ...], shown: dict[str, str]
+) -> list[H]:
+    """Returns the headers of all ranks of the mesh. Raises if a rank failed or if they differ.
+
+    `error` is this rank's own error. `arguments` are the names that `failed` counts from 1, `shown`
+    the names of fields in error messages.
+    """
     rows = [list(header)]
     for group in reversed(groups):
         flat = [n for row in rows for n in row]
         every = [n for row in all_headers(group, flat) for n in row]
         rows = [every[i : i + len(header)] for i in range(0, len(every), len(header))]
-    return [Header(*row) for row in rows]
+    if error is not None:
+        raise error
+    make: Callable[..., H] = type(header)
+    headers = [make(*row) for row in rows]
+    _compare(headers, arguments, shown)
+    return headers
 
 
-def _argument(error: Exception) -> int:
-    name = str(error).partition(":")[0].partition("(")[0].strip()
-    return ARGUMENTS.index(name) if name in ARGUMENTS else 0
+def argument_index(error: Exception, arguments: tuple[str, ...]) -> int:
+    """Returns the place of the argument that an error names, counted from 1; 1 for any other error."""
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
+    return 1 + (arguments.index(name) if name in arguments else 0)
 
 
-def _compare(headers: list[Header]) -> None:
-    first = headers[0]
+def _compare(headers: list[H], arguments: tuple[str, ...], shown: dict[str, str]) -> None:
+    names: tuple[str, ...] = headers[0]._fields  # type: ignore[attr-defined]
     for rank, header in enumerate(headers):
-        if header.failed:
+        if header[0]:
             raise ValueError(
-                f"{ARGUMENTS[header.failed - 1]}: expected a valid argument on all ranks, got an invalid one "
+                f"{arguments[header[0] - 1]}: expected a valid argument on all ranks, got an invalid one "
                 f"on rank {rank}, whose own error describes it"
             )
-        for name in COMPARED:
-            here, there = getattr(header, name), getattr(first, name)
-            if here != there:
+        for name, here, there in zip(names, header, headers[0], strict=True):
+            if name not in NOT_COMPARED and here != there:
                 got = "different ones" if name in CHECKSUMS else f"{there} and {here}"
-                raise ValueError(
-                    f"{SHOWN.get(name, name)}: expected the same on all ranks, "
-                    f"got {got} on ranks 0 and {rank}"
-                )
+                name = shown.get(name, name)
+                raise ValueError(f"{name}: expected the same on all ranks, got {got} on ranks 0 and {rank}")
+
+
+def _compare_seeds(headers: list[Header]) -> None:
+    first = headers[0]
+    for rank, header in enumerate(headers):
         if header.has_seed and header.seed != first.seed:
             raise ValueError(
                 f"seed: expected the same on all ranks, got {first.seed} and {header.seed} "
@@ -206,7 +230,7 @@ def _compare(headers: list[Header]) -> None:
             )
 
 
-def _default(headers: list[Header], ranks: int) -> tuple[Layout, Layout]:
+def default_layouts(headers: Sequence[Any], ranks: int) -> tuple[Layout, Layout]:
     """Returns contiguous layouts of the lengths that the ranks have."""
     pair = []
     for name in ("q_length", "k_length"):

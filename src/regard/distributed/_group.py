@@ -124,6 +124,39 @@ def swapped(group: Group, tensors: Sequence[Tensor], shapes: Sequence[Shape]) ->
     return Swap.apply(group, shapes, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def send(group: Group, peer: int, x: Tensor) -> Transfer:
+    """Starts sending a tensor to a rank."""
+    return start(group, [(peer, x.contiguous())], [])
+
+
+def receive(group: Group, peer: int, like: Tensor) -> Tensor:
+    """Waits for a tensor from a rank, of the shape and dtype of `like`."""
+    x = torch.empty_like(like, memory_format=torch.contiguous_format)
+    start(group, [], [(peer, x)]).wait()
+    return x
+
+
+def wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+class Summed(Function):
+    """Maps a tensor of each rank to their sum, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        with _named(group, "the other ranks' terms of a sum"):
+            dist.all_reduce(total, group=group.process_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, Summed.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
+
+
 def all_headers(group: Group, header: Sequence[int]) -> list[list[int]]:
     """Returns the integers that each rank passes, in the order of the ranks."""
     if group.size == 1:
