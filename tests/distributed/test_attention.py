@@ -73,8 +73,8 @@ def check(ranks: Ranks, shape: int | tuple[int, int], x: Sharded, tolerance: flo
 @pytest.mark.parametrize("name", masks())
 def test_equals_a_single_process(ranks: Ranks, name: str, n: int, method: str) -> None:
     cases = zip(layouts(n).items(), ("plain", "alibi", "bias", "relative"), strict=True)
-    for (_, layout), settings_name in cases:
-        x = case(layout, method, mask=masks()[name], **options(settings_name))
+    for i, ((_, layout), settings_name) in enumerate(cases):
+        x = case(layout, method, mask=masks()[name], part_bytes=1 + i % 2 * 2**20, **options(settings_name))
         out, lse, *_ = check(ranks, n, x)
         if method != "ring":
             expected, expected_lse, *_ = single(x)
@@ -85,7 +85,8 @@ def test_equals_a_single_process(ranks: Ranks, name: str, n: int, method: str) -
 @pytest.mark.parametrize("name", masks())
 def test_ulysses_in_a_ring(ranks: Ranks, name: str) -> None:
     for layout, settings_name in zip(layouts(4).values(), ("rows", "alibi", "bias", "relative"), strict=True):
-        check(ranks, (2, 2), case(layout, "usp", mask=masks()[name], **options(settings_name)))
+        x = case(layout, "usp", Hkv=4, part_bytes=1, mask=masks()[name], **options(settings_name))
+        check(ranks, (2, 2), x)
     check(ranks, (2, 1), case(layouts(2)["zigzag"], "usp", mask=masks()[name], **options("bias")))
     check(ranks, (1, 2), case(layouts(2)["zigzag"], "auto", mask=masks()[name], **options("bias")))
 
@@ -96,7 +97,9 @@ def test_ulysses_in_a_ring(ranks: Ranks, name: str) -> None:
 )
 def test_dtypes(ranks: Ranks, method: str, dtype: torch.dtype, tolerance: float) -> None:
     sink = torch.randn(4).to(dtype)
-    x = case(D.zigzag(L, 3), method, dtype=dtype, mask=M.Causal(), sink=sink, dropout=0.2, seed=3)
+    x = case(
+        D.zigzag(L, 3), method, dtype=dtype, mask=M.Causal(), sink=sink, dropout=0.2, seed=3, part_bytes=1
+    )
     if dtype is torch.float64:
         x.dlse = x.dlse.double()
     check(ranks, 3, x, tolerance)
@@ -126,6 +129,7 @@ def test_every_mask(ranks: Ranks, method: str, generated: Case, data: st.DataObj
     x = case(
         layout, method, Hq=generated.heads, Hkv=generated.heads, mask=generated.mask, offset=generated.offset,
         dropout=data.draw(st.sampled_from((0.0, 0.4))), seed=9,
+        part_bytes=data.draw(st.sampled_from((1, 2**20))),
     )  # fmt: skip
     check(ranks, n, x)
 
@@ -133,7 +137,7 @@ def test_every_mask(ranks: Ranks, method: str, generated: Case, data: st.DataObj
 @pytest.mark.parametrize("method", [*METHODS, "usp"])
 def test_repeated_calls_are_bitwise_equal(ranks: Ranks, method: str) -> None:
     shape = (2, 2) if method == "usp" else 4
-    x = case(D.balanced(M.Causal(), L, 4), method, mask=M.Causal(), **options("bias"))
+    x = case(D.balanced(M.Causal(), L, 4), method, mask=M.Causal(), part_bytes=1, **options("bias"))
     first, second = (ranks.run(shape, on_rank, x) for _ in range(2))
     assert all(
         torch.equal(a, b) for r, s in zip(first, second, strict=True) for a, b in zip(r, s, strict=True)
@@ -161,7 +165,7 @@ def test_same_dropout_on_any_number_of_ranks(ranks: Ranks) -> None:
 def test_plan_counts_the_bytes(ranks: Ranks, name: str, method: str) -> None:
     mask = masks()[name]
     for layout in layouts(4).values():
-        x = case(layout, method, mask=mask)
+        x = case(layout, method, mask=mask, part_bytes=1)
         expected = D.plan(layout, mask=mask, method=method, B=2, Hq=4, Hkv=2, D=16, Dv=24)
         assert sum(ranks.run(4, bytes_sent, x)) == expected.total_bytes
 

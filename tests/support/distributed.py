@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import distributed as D
-from regard.distributed import _group
+from regard.distributed import _group, _travel
 from regard.distributed.layouts import in_order
 from regard.scores import Alibi, RelativeBias
 
@@ -32,11 +32,12 @@ class Sharded:
     layout: Any
     method: str
     options: dict[str, Any] = field(default_factory=dict)
+    part_bytes: int = _travel.PART_BYTES  # 1: each key head travels in a ring of its own
 
 
 def case(
     layout: Any, method: str, *, B: int = 2, Hq: int = 4, Hkv: int = 2, D: int = 16, Dv: int = 24,
-    dtype: torch.dtype = torch.float32, **options: Any,
+    dtype: torch.dtype = torch.float32, part_bytes: int = _travel.PART_BYTES, **options: Any,
 ) -> Sharded:  # fmt: skip
     torch.manual_seed(0)
     q_layout, k_layout = layout if isinstance(layout, tuple) else (layout, layout)
@@ -46,7 +47,7 @@ def case(
     )
     dout = torch.randn(B, Hq, q_layout.L, Dv).to(dtype)
     dlse = torch.randn(B, Hq, q_layout.L)
-    return Sharded(q, k, v, dout, dlse, layout, method, options)
+    return Sharded(q, k, v, dout, dlse, layout, method, options, part_bytes)
 
 
 def _parameters(options: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
@@ -81,6 +82,7 @@ def single(x: Sharded) -> list[Tensor]:
 
 def on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
     """Returns out, the LSE and all gradients of a rank's shard."""
+    _travel.PART_BYTES = x.part_bytes
     rank = mesh.get_rank() if mesh.ndim == 2 else mesh.get_local_rank()
     layouts = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
     options, leaves = _parameters(x.options)
@@ -105,7 +107,7 @@ def joined(x: Sharded, results: list[list[Tensor]]) -> list[Tensor]:
 def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
     layout, rank = x.layout, mesh.get_local_rank()
     q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, x.k, x.v))
-    _group.sent_bytes = 0
+    _group.sent_bytes, _travel.PART_BYTES = 0, x.part_bytes
     D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
     return _group.sent_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from .._call.make import make
 from .._call.spec import Bias, Options, Problem
 from ..masks import Mask
 from ..masks._cut import cut
-from ._pairs import PairCounter, Run
+from ._pairs import PairCounter, Run, mask_sizes
 from .layouts import Layout
 
 
@@ -56,8 +56,18 @@ class DistributedCall:
         mask = None if mask is None else cut(mask, queries, keys, self.Lq, self.Lk, heads)
         offset = self.offset + (queries[0] - keys[0])
         bias = bias_part(self.options.bias, queries, keys, heads)
-        sink = self.options.sink if heads is None else of_heads(self.options.sink, heads)
+        sink = self.options.sink if heads is None else of_heads(self.options.sink, slice(*heads))
         return self.options._replace(mask=mask, offset=offset, bias=bias, sink=sink)
+
+    def of_heads(self, heads: Run, Hkv: int) -> DistributedCall:
+        """Returns the call of some query heads and their Hkv key heads."""
+        options = self.part((0, self.Lq), (0, self.Lk), heads)
+        if isinstance(mask := self.options.mask, Mask) and mask_sizes(mask)[1] == 1:
+            options = options._replace(mask=mask)  # the same for all heads
+        return replace(
+            self, options=options, Hq=heads[1] - heads[0], Hkv=Hkv, head=self.head + heads[0],
+            all_heads=self.all_heads or self.Hq,
+        )  # fmt: skip
 
     def problem(
         self, queries: Run, keys: Run, q: Tensor, k: Tensor, v: Tensor, options: Options,
@@ -90,16 +100,20 @@ def bias_part(bias: Bias | None, queries: Run, keys: Run, heads: Run | None) -> 
         return bias
     if isinstance(bias, Tensor):
         bias = sliced(bias, queries, keys)
-        if heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
-            bias = bias.narrow(-3, heads[0], heads[1] - heads[0])
-        return bias
+        return bias if heads is None else bias_of_heads(bias, slice(*heads))
     assert heads is not None
     return bias.of_heads(*heads)
 
 
-def of_heads(x: Tensor | None, heads: Run) -> Tensor | None:
-    """Returns the entries of a tensor (Hq, ...) for heads [heads[0], heads[1])."""
-    return None if x is None else x[heads[0] : heads[1]]
+def bias_of_heads(bias: Tensor | None, heads: slice) -> Tensor | None:
+    """Returns a bias tensor of some heads. A dim of size 1 broadcasts."""
+    by_head = bias is not None and bias.ndim > 2 and bias.shape[-3] > 1
+    return bias[..., heads, :, :] if bias is not None and by_head else bias
+
+
+def of_heads(x: Tensor | None, heads: slice, dim: int = 0) -> Tensor | None:
+    """Returns the entries of a tensor for some heads, which are its first dim or dim 1."""
+    return None if x is None else x[(slice(None),) * dim + (heads,)]
 
 
 def sliced(bias: Tensor, queries: Run, keys: Run) -> Tensor:

@@ -22,7 +22,7 @@ from ..masks._program import Op
 from ._call import DistributedCall
 from ._group import Group, swap
 from ._pairs import Run
-from ._ring import Schedule, local_rows
+from ._travel import Schedule, local_rows
 from .layouts import take
 
 PANELS = 64  # rows: a multiple of every panel's rows, and more than the decode pass takes

@@ -89,9 +89,8 @@ def usp(
 
     def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
         of_ring = replace(
-            call, q_layout=call.q_layout.grouped(size), k_layout=call.k_layout.grouped(size),
-            options=call.part((0, call.Lq), (0, call.Lk), heads), Hq=heads[1] - heads[0], Hkv=k.shape[1],
-            head=heads[0], all_heads=call.Hq,
+            call.of_heads(heads, k.shape[1]), q_layout=call.q_layout.grouped(size),
+            k_layout=call.k_layout.grouped(size),
         )  # fmt: skip
         return ring(of_ring, outer, q, k, v)
 

@@ -63,7 +63,7 @@ class Layout:
     def grouped(self, size: int) -> Layout:
         """Returns the layout of groups of `size` consecutive ranks: each holds its ranks' tokens."""
         groups = (self.runs[i : i + size] for i in range(0, self.ranks, size))
-        return Layout(tuple(_joined(run for runs in group for run in runs) for group in groups))
+        return Layout(tuple(joined(run for runs in group for run in runs) for group in groups))
 
 
 def contiguous(L: int, ranks: int) -> Layout:
@@ -71,14 +71,14 @@ def contiguous(L: int, ranks: int) -> Layout:
 
     Causal masks leave the first rank with little work: use `zigzag` or `balanced`.
     """
-    return Layout(tuple(_joined([run]) for run in even(*_sizes(L, ranks))))
+    return Layout(tuple(joined([run]) for run in even(*_sizes(L, ranks))))
 
 
 def zigzag(L: int, ranks: int) -> Layout:
     """Returns the layout for causal masks: rank r holds chunks r and 2 * ranks - 1 - r."""
     L, ranks = _sizes(L, ranks)
     chunks = even(L, 2 * ranks)
-    return Layout(tuple(_joined([chunks[r], chunks[-1 - r]]) for r in range(ranks)))
+    return Layout(tuple(joined([chunks[r], chunks[-1 - r]]) for r in range(ranks)))
 
 
 def striped(L: int, ranks: int, block: int) -> Layout:
@@ -89,7 +89,7 @@ def striped(L: int, ranks: int, block: int) -> Layout:
     L, ranks = _sizes(L, ranks)
     block = count("block", block, 1)
     runs = [(begin, min(begin + block, L)) for begin in range(0, L, block)]
-    return Layout(tuple(_joined(runs[r::ranks]) for r in range(ranks)))
+    return Layout(tuple(joined(runs[r::ranks]) for r in range(ranks)))
 
 
 def balanced(mask: Mask | None, L: int, ranks: int) -> Layout:
@@ -111,7 +111,7 @@ def balanced(mask: Mask | None, L: int, ranks: int) -> Layout:
             best, dealt = slowest, candidate
         if best <= BALANCED or ranks == 1:
             break
-    return Layout(tuple(_joined(runs) for runs in dealt))
+    return Layout(tuple(joined(runs) for runs in dealt))
 
 
 def _deal(counter: PairCounter, pieces: int, ranks: int) -> tuple[float, list[list[Run]]]:
@@ -148,15 +148,15 @@ def even(L: int, pieces: int) -> list[Run]:
     return list(itertools.pairwise(starts))
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Sorts runs, drops empty ones and joins runs that touch."""
-    joined: list[Run] = []
+    result: list[Run] = []
     for begin, end in sorted(run for run in runs if run[1] > run[0]):
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
+        if result and result[-1][1] == begin:
+            result[-1] = (result[-1][0], end)
         else:
-            joined.append((begin, end))
-    return tuple(joined)
+            result.append((begin, end))
+    return tuple(result)
 
 
 def as_pair(layout: object, ranks: int) -> tuple[Layout, Layout]:

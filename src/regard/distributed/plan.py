@@ -13,7 +13,7 @@ from .._call.spec import Options
 from ..masks import Mask
 from ._call import DistributedCall
 from ._group import Group
-from ._ring import Schedule
+from ._travel import Schedule
 from ._ulysses import head_shares
 from .layouts import Layout
 
