@@ -16,7 +16,7 @@ from support.ranks import Failure, Ranks
 LAYOUTS = (D.contiguous, D.zigzag, lambda L, n: D.striped(L, n, 7))
 
 
-def check(ranks: Ranks, n: int, x: Sharded, tolerance: float = 1e-5) -> None:
+def check(ranks: Ranks, n: int | tuple[int, int], x: Sharded, tolerance: float = 1e-5) -> None:
     """Checks all results against a single process: errors relative to the largest element."""
     got, expected = joined(x, ranks.run(n, on_rank, x)), single(x)
     assert got.keys() == expected.keys()
@@ -91,6 +91,15 @@ def test_every_layout(ranks: Ranks, form: str, runs: list[tuple[int, int]]) -> N
         of_ranks[rank].append((L, L := L + length))
     layout = D.Layout(tuple(map(tuple, of_ranks)))
     check(ranks, 4, sharded(make(form, L, D=5, Dv=3, ragged=True), layout))
+
+
+def test_two_mesh_dims(ranks: Ranks) -> None:
+    """The ranks of a model whose attention uses `usp`."""
+    for causal in (True, False):
+        case = make("normalized", 139)
+        case.options["causal"] = causal
+        check(ranks, (2, 2), sharded(case, D.zigzag(139, 4)))
+        check(ranks, (1, 2), sharded(case, D.zigzag(139, 2)))
 
 
 def test_padding_may_hold_nan(ranks: Ranks) -> None:

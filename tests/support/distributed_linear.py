@@ -68,12 +68,12 @@ def on_rank(mesh: DeviceMesh, x: Sharded) -> dict[str, Tensor]:
             return checkpoint(D.linear_attention, *args, use_reentrant=False, **options)
         return D.linear_attention(*args, **options)
 
-    dout = D.shard(x.dout, x.layouts[0], mesh.get_local_rank(), 2)
+    dout = D.shard(x.dout, x.layouts[0], mesh.get_rank(), 2)
     return _results(shard_of(x, mesh), x, dout, 1 / mesh.size(), call)
 
 
 def shard_of(x: Sharded, mesh: DeviceMesh) -> Case:
-    rank, (of_q, of_k) = mesh.get_local_rank(), x.layouts
+    rank, (of_q, of_k) = mesh.get_rank(), x.layouts
     options = dict(x.case.options)
     for name in ("log_decay", "beta"):
         gate = options.get(name)

@@ -20,6 +20,8 @@ from regard.nn import (
     CrossAttention,
     EncoderDecoder,
     FeedForward,
+    LatentAttention,
+    LinearAttention,
     LongformerAttention,
     PostNorm,
     Stack,
@@ -57,6 +59,14 @@ MODULES: dict[str, Seeded] = {
     "alibi": lambda: Attention(WIDTH, 4, position=P.AlibiBias(4), softcap=4.0, mask=M.sliding(30)),
     "relative": lambda: Attention(WIDTH, 4, position=P.Relative(4), mask=M.Causal(), dropout=0.1),
     "plain": lambda: Attention(WIDTH, 4),
+    "latent": lambda: LatentAttention(
+        WIDTH, 4, rank=10, nope_dim=5, rope_dim=6, value_dim=7, q_rank=9, mask=M.Causal(), dropout=0.2
+    ),
+    "linear": lambda: LinearAttention(WIDTH, 4, kv_heads=2, decay="head", out_norm=nn.RMSNorm),
+    "delta": lambda: Block(
+        LinearAttention(WIDTH, 4, decay="token", delta=True, gate=True), FeedForward(WIDTH)
+    ),
+    "linear encoder": lambda: LinearAttention(WIDTH, 4, causal=False),
     "cross": lambda: Attention(WIDTH, 4, kv_model=10, value_model=7, sink=True),
     "stack": lambda: _stack(2, kv_heads=2, position=P.Rotary(6), mask=M.Causal(), dropout=0.1),
     "post-norm": lambda: Block(Attention(WIDTH, 3), FeedForward(WIDTH), residual=PostNorm),

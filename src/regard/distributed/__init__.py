@@ -5,6 +5,7 @@ the whole sequence.
 """
 
 from .attention import attention
+from .latent_attention import latent_attention
 from .layouts import Layout, balanced, contiguous, next_tokens, positions, shard, striped, zigzag
 from .linear_attention import linear_attention
 from .plan import DistributedPlan, plan
@@ -13,5 +14,6 @@ from .unshard import unshard
 
 __all__ = [
     "DistributedPlan", "Layout", "SequenceParallel", "attention", "balanced", "contiguous",
-    "linear_attention", "next_tokens", "plan", "positions", "shard", "striped", "unshard", "zigzag",
+    "latent_attention", "linear_attention", "next_tokens", "plan", "positions", "shard", "striped",
+    "unshard", "zigzag",
 ]  # fmt: skip

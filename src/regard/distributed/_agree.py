@@ -39,6 +39,7 @@ class Header(NamedTuple):
     Hkv: int = 0
     D: int = 0
     Dv: int = 0
+    latent: int = 0  # channels of a latent, if keys and values follow from latents
     dtype: int = 0
     requires_grad: int = 0  # a bit for each of q, k, v, bias and sink
     method: int = 0
@@ -59,26 +60,31 @@ NOT_COMPARED = {"failed", "q_length", "k_length", "seed", "threads"}
 CHECKSUMS = {"method", "layout", "mask", "offset", "bias", "options", "sink", "lengths", "state"}
 ARGUMENTS = (
     "another argument", "q", "k", "v", "mesh", "layout", "method", "mask", "offset", "bias", "scale",
-    "softcap", "sink", "dropout", "seed", "return_lse", "impl",
+    "softcap", "sink", "dropout", "seed", "return_lse", "impl", "latent", "up", "rank",
 )  # fmt: skip
 SHOWN = {"options": "scale, softcap, dropout, return_lse, impl"}
 
 
 def agree(
     groups: list[Group], q: Tensor, k: Tensor, v: Tensor, options: Options,
-    layout: Layout | tuple[Layout, Layout] | None, method: str, impl: str, debug: bool | None,
+    layout: Layout | tuple[Layout, Layout] | None, method: str, impl: str, debug: bool | None, *,
+    latent: int = 0, error: Exception | None = None,
 ) -> DistributedCall:  # fmt: skip
-    """Returns the call that all ranks of the groups make. Raises on all ranks if there is none."""
-    error: Exception | None = None
+    """Returns the call that all ranks of the groups make. Raises on all ranks if there is none.
+
+    `latent` is the number of channels of a latent, `error` what the caller found on this rank.
+    """
     header = Header()
     ranks, rank = place(groups)
     debug = in_debug_mode(debug)
     try:
+        if error is not None:
+            raise error
         options = _checked(q, k, v, options, method, impl, len(groups))
         layouts = layouts_of(layout, ranks, rank, q, k)
         header = _header(q, k, v, options, layouts, method, impl, debug)
         seed = check.as_seed(options.seed, options.dropout)
-        header = header._replace(has_seed=options.seed is not None, seed=int(seed))
+        header = header._replace(has_seed=options.seed is not None, seed=int(seed), latent=latent)
     except (TypeError, ValueError, NotImplementedError) as caught:
         error, header = caught, Header(failed=argument_index(caught, ARGUMENTS))
     headers = agreed(groups, header, error, ARGUMENTS, SHOWN)
@@ -152,7 +158,7 @@ def _header(
     bits = (x is not None and x.requires_grad and torch.is_grad_enabled() for x in given)
     scalars = (options.scale, options.softcap, options.dropout, options.return_lse, impl)
     return Header(
-        0, q.shape[2], k.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3],
+        0, q.shape[2], k.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], 0,
         DTYPES.index(q.dtype), sum(bit << i for i, bit in enumerate(bits)), checksum(method),
         checksum(layouts), checksum((code, [contents(x, debug) for x in tensors])),
         checksum(contents(offset, True)), checksum((type(bias).__name__, contents(learned(bias), debug))),
@@ -264,4 +270,4 @@ def _call(
     check._check_bias(options.bias, Hq, (B, Hq, *sizes), qkv)
     check._check_sink(options.sink, Hq, qkv)
     options = options._replace(seed=first.seed)
-    return DistributedCall(options, q_layout, k_layout, B, Hq, k.shape[1], impl)
+    return DistributedCall(options, q_layout, k_layout, B, Hq, k.shape[1], impl, latent=first.latent)

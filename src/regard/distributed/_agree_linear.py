@@ -59,18 +59,19 @@ class Agreed(NamedTuple):
 
 
 def agree_linear(
-    group: Group, q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *,
+    groups: list[Group], q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *,
     layout: Layout | Layouts | None, feature_map: str | FeatureMap | None, scale: float | None,
     return_state: bool, impl: str, debug: bool | None,
 ) -> Agreed:  # fmt: skip
     """Returns the call that all ranks make. Raises on all ranks if there is none."""
     error: Exception | None = None
     header, debug = LinearHeader(), ranks.in_debug_mode(debug)
+    count, rank = ranks.place(groups)
     try:
         ranks.check_shards(q, k, v)
         call = check(*_features(feature_map, q, k), v, scale, options._replace(lengths=None))
         backend = select("linear", call, impl)
-        layouts = ranks.layouts_of(layout, group.size, group.rank, q, k)
+        layouts = ranks.layouts_of(layout, count, rank, q, k)
         if options.causal and layouts is not None and layouts[0] != layouts[1]:
             raise ValueError(
                 "layout: expected one layout with causal=True, whose queries are its keys, got two"
@@ -81,8 +82,8 @@ def agree_linear(
         header = _header(call, options, layouts, (shown, scale, return_state, impl), debug)
     except (TypeError, ValueError, NotImplementedError) as caught:
         error, header = caught, LinearHeader(failed=ranks.argument_index(caught, ARGUMENTS))
-    headers = ranks.agreed([group], header, error, ARGUMENTS, SHOWN)
-    layouts = layouts or ranks.default_layouts(headers, group.size)
+    headers = ranks.agreed(groups, header, error, ARGUMENTS, SHOWN)
+    layouts = layouts or ranks.default_layouts(headers, count)
     whole = replace(call.spec, Lk=layouts[1].L)
     call = call._replace(lengths=_flat_lengths(whole, options.lengths))
     return Agreed(call, layouts, backend, max(header.threads for header in headers))

@@ -29,6 +29,7 @@ class DistributedCall:
     impl: str
     head: int = 0  # the first head of the call, if it has some of the heads of a larger one
     all_heads: int = 0  # heads of the larger call; 0: Hq
+    latent: int = 0  # channels of a latent, if latents travel instead of keys and values
 
     @property
     def Lq(self) -> int:

@@ -32,36 +32,43 @@ MAX_STEP = 64  # larger dilations do not align windows
 def gather(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns this rank's shards of out and the LSE."""
     k, v = Gathered.apply(Schedule(call, group), k, v)  # type: ignore[no-untyped-call]
+    return on_windows(call, group, q, k, v)
+
+
+def on_windows(
+    call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor, heads: Run | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes this rank's shards of out and the LSE, all or some heads, from keys of all ranks."""
     runs = call.q_layout.runs[group.rank]
     rows, results = local_rows(runs), []
     for window, inside in windows(runs, call.Lq, PANELS * _dilation(call.options.mask)):
         pieces = [q[:, :, rows[a]] if a in rows else q.new_zeros(*q.shape[:2], a[1] - a[0], q.shape[3])
                   for a in _cover(window, inside)]  # fmt: skip
-        out, lse = attend(call, window, (0, call.Lk), torch.cat(pieces, 2), k, v)
+        out, lse = attend(call, window, (0, call.Lk), torch.cat(pieces, 2), k, v, heads)
         local = [(begin - window[0], end - window[0]) for begin, end in inside]
         results.append((take(out, local, 2), take(lse, local, 2)))
     if not results:
-        out, lse = attend(call, (0, 0), (0, call.Lk), q, k, v)
+        out, lse = attend(call, (0, 0), (0, call.Lk), q, k, v, heads)
         return out, lse
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 class Gathered(Function):
-    """Maps a rank's keys and values to those of all ranks, (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv).
+    """Maps a rank's keys and values, or its latents, to those of all ranks, (B, H, Lk, ...).
 
-    Runs that no query of the rank may attend to are not sent, and are zeros. One Function for both
+    Runs that no query of the rank may attend to are not sent, and are zeros. One Function for all
     tensors, always in the graph: the ranks exchange gradients in the same order.
     """
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, schedule: Schedule, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.schedule = schedule
-        return _all_runs(schedule, k), _all_runs(schedule, v)
+        return tuple(_all_runs(schedule, x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Any, ...]:
-        return None, _own_runs(ctx.schedule, dk), _own_runs(ctx.schedule, dv)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *(_own_runs(ctx.schedule, grad) for grad in grads)
 
 
 def _all_runs(schedule: Schedule, x: Tensor) -> Tensor:

@@ -19,15 +19,32 @@ sent_bytes = 0  # by this process, since it was last set to 0
 
 
 class Group(NamedTuple):
-    """This rank's place in a one-dimensional mesh."""
+    """This rank's place in a one-dimensional mesh, or among all ranks of a mesh."""
 
-    process_group: Any
+    process_group: Any  # None: the default group, for messages between two ranks
     rank: int
     size: int
+    members: tuple[int, ...] = ()  # ranks of the default group, if it is used
 
 
 def group_of(mesh: DeviceMesh, dim: int = 0) -> Group:
     return Group(mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim))
+
+
+def groups_of(mesh: DeviceMesh) -> list[Group]:
+    """Returns the group of each dim of a mesh, which may have one or two."""
+    mesh = check_mesh(mesh)
+    if mesh.ndim > 2:
+        check_mesh(mesh, 2)
+    return [group_of(mesh, dim) for dim in range(mesh.ndim)]
+
+
+def flat_group(mesh: DeviceMesh) -> Group:
+    """Returns the group of all ranks of a mesh, in the order of the flattened mesh."""
+    if mesh.ndim == 1:
+        return group_of(mesh)
+    members = tuple(mesh.mesh.flatten().tolist())
+    return Group(None, members.index(dist.get_rank()), len(members), members)
 
 
 def check_mesh(mesh: object, dims: int | None = None) -> DeviceMesh:
@@ -80,7 +97,8 @@ def start(
         for peer, x in items:
             if x.numel() == 0:
                 continue
-            operations.append(dist.P2POp(call, x, group=group.process_group, group_peer=peer))
+            to = {"peer": group.members[peer]} if group.members else {"group_peer": peer}
+            operations.append(dist.P2POp(call, x, group=group.process_group, **to))
             peers.append(f"rank {peer} {verb}")
             tensors.append(x)
             sent_bytes += x.nbytes if call is dist.isend else 0
@@ -142,19 +160,20 @@ def wait(transfers: Sequence[Transfer]) -> None:
 
 
 class Summed(Function):
-    """Maps a tensor of each rank to their sum, on every rank."""
+    """Maps a tensor of each rank of a mesh to their sum, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, groups: list[Group], x: Tensor) -> Tensor:
+        ctx.groups = groups
         total = x.clone(memory_format=torch.contiguous_format)
-        with _named(group, "the other ranks' terms of a sum"):
-            dist.all_reduce(total, group=group.process_group)
+        for group in groups:
+            with _named(group, "the other ranks' terms of a sum"):
+                dist.all_reduce(total, group=group.process_group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, Summed.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
+        return None, Summed.apply(ctx.groups, grad)  # type: ignore[no-untyped-call]
 
 
 def all_headers(group: Group, header: Sequence[int]) -> list[list[int]]:

@@ -21,7 +21,7 @@ from .._call.layout import ordered_like
 from .._call.linear import LinearCall, LinearOptions, LinearState, check
 from ._group import Group, receive, send, wait
 from ._pairs import Run
-from ._ring import local_rows
+from ._travel import local_rows
 from .layouts import Layout, even
 
 PIECES = 4  # for each rank, at most: with P pieces, R ranks take P + R - 1 steps instead of P

@@ -38,28 +38,35 @@ def head_shares(Hq: int, Hkv: int, ranks: int) -> list[tuple[Run, Run]]:
     return shares
 
 
-Inner = Callable[[Tensor, Tensor, Tensor, Run], tuple[Tensor, Tensor]]
+Inner = Callable[[Tensor, list[Tensor], Run, Run], tuple[Tensor, Tensor]]
 
 
 def ulysses(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Returns this rank's shards of out and the LSE."""
 
-    def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
+    def inner(q: Tensor, keys: list[Tensor], heads: Run, _: Run) -> tuple[Tensor, Tensor]:
+        k, v = keys
         return attend(call, (0, call.Lq), (0, call.Lk), q, k, v, heads)
 
-    return exchanged(call, group, call.q_layout, call.k_layout, q, k, v, inner)
+    return exchanged(call, group, (call.q_layout, call.k_layout), q, [k, v], inner)
 
 
 def exchanged(
-    call: DistributedCall, group: Group, q_layout: Layout, k_layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    call: DistributedCall, group: Group, layouts: tuple[Layout, Layout], q: Tensor, keys: list[Tensor],
     inner: Inner,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Runs `inner` on all tokens of this rank's heads, between two exchanges."""
-    shares = head_shares(call.Hq, call.Hkv, group.size)
+    """Runs `inner` on all tokens of this rank's query heads and key heads, between two exchanges.
+
+    `keys` are keys and values, or latents, which have one head that all ranks get.
+    """
+    shares, (q_layout, k_layout) = head_shares(call.Hq, call.Hkv, group.size), layouts
     query_heads, key_heads = ([share[i] for share in shares] for i in (0, 1))
     q = _to_heads(group, q_layout, q, query_heads)
-    k, v = (_to_heads(group, k_layout, x, key_heads) for x in (k, v))
-    out, lse = inner(q, k, v, query_heads[group.rank])
+    keys = [
+        _to_heads(group, k_layout, x, key_heads if x.shape[1] == call.Hkv else [(0, 1)] * group.size)
+        for x in keys
+    ]
+    out, lse = inner(q, keys, *shares[group.rank])
     out = _to_tokens(group, q_layout, out, query_heads)
     return out, _to_tokens(group, q_layout, lse[..., None], query_heads)[..., 0]
 
@@ -84,17 +91,32 @@ def usp(
     call: DistributedCall, outer: Group, inner_group: Group, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Ulysses among the ranks of `inner_group`, a ring among those of `outer`."""
-    size, first = inner_group.size, outer.rank * inner_group.size
-    q_layout, k_layout = (_local(layout, first, size) for layout in (call.q_layout, call.k_layout))
 
-    def inner(q: Tensor, k: Tensor, v: Tensor, heads: Run) -> tuple[Tensor, Tensor]:
-        of_ring = replace(
-            call.of_heads(heads, k.shape[1]), q_layout=call.q_layout.grouped(size),
+    def attend_outer(call: DistributedCall, q: Tensor, keys: list[Tensor], _: Run) -> tuple[Tensor, Tensor]:
+        return ring(call, outer, q, *keys)
+
+    return in_groups(call, outer, inner_group, q, [k, v], attend_outer)
+
+
+AttendOuter = Callable[[DistributedCall, Tensor, list[Tensor], Run], tuple[Tensor, Tensor]]
+
+
+def in_groups(
+    call: DistributedCall, outer: Group, inner_group: Group, q: Tensor, keys: list[Tensor],
+    attend_outer: AttendOuter,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Exchanges tokens for heads in `inner_group`. `attend_outer` gets the call of this rank's heads."""
+    size, first = inner_group.size, outer.rank * inner_group.size
+    layouts = _local(call.q_layout, first, size), _local(call.k_layout, first, size)
+
+    def inner(q: Tensor, keys: list[Tensor], heads: Run, key_heads: Run) -> tuple[Tensor, Tensor]:
+        of_outer = replace(
+            call.of_heads(heads, key_heads[1] - key_heads[0]), q_layout=call.q_layout.grouped(size),
             k_layout=call.k_layout.grouped(size),
         )  # fmt: skip
-        return ring(of_ring, outer, q, k, v)
+        return attend_outer(of_outer, q, keys, key_heads)
 
-    return exchanged(call, inner_group, q_layout, k_layout, q, k, v, inner)
+    return exchanged(call, inner_group, layouts, q, keys, inner)
 
 
 def _local(layout: Layout, first: int, size: int) -> Layout:

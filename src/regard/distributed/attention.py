@@ -14,7 +14,7 @@ from ..masks import Mask
 from ._agree import agree
 from ._call import DistributedCall
 from ._gather import gather
-from ._group import Group, check_mesh, group_of
+from ._group import Group, groups_of
 from ._ring import ring
 from ._ulysses import ulysses, usp
 from .layouts import Layout
@@ -70,17 +70,10 @@ def attention(
     if unknown:
         raise unknown_keyword(attention, unknown)
     options = Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
-    groups = _groups(mesh)
+    groups = groups_of(mesh)
     call = agree(groups, q, k, v, options, layout, method, impl, debug)
     out, lse = _run(call, groups, method, q, k, v)
     return (out, lse) if return_lse else out
-
-
-def _groups(mesh: DeviceMesh) -> list[Group]:
-    mesh = check_mesh(mesh)
-    if mesh.ndim > 2:
-        check_mesh(mesh, 2)
-    return [group_of(mesh, dim) for dim in range(mesh.ndim)]
 
 
 def _run(

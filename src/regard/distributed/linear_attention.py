@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._api.linear_attention import FeatureMap, linear_attention as on_one_rank
 from .._call.linear import LinearOptions, LinearState
 from .._tools.words import hide_unknown, unknown_keyword
+from ._agree import place
 from ._agree_linear import Agreed, agree_linear
-from ._group import Group, Summed, check_mesh, group_of
+from ._group import Group, Summed, flat_group, groups_of
 from ._scan import LinearShards, Scan, StatePass, first_state, packed, pieces, unpacked
 from .layouts import Layout, positions
 
@@ -35,7 +36,8 @@ def linear_attention(
 
     Args:
         q, k, v: shards (B, Hq, lengths[rank], D), (B, Hkv, ...), as from `shard(x, layout, rank, 2)`.
-        mesh: a DeviceMesh with one dim, such as `mesh["cp"]`.
+        mesh: a DeviceMesh with one dim, such as `mesh["cp"]`, or with two, as in
+            `distributed.attention`.
         layout: the tokens of each rank, or with causal=False a pair of layouts for queries and for
             keys. Default: `contiguous`, which also sends the fewest states.
         debug: whether to compare checksums of `lengths` and `state` of all ranks, as in
@@ -63,16 +65,16 @@ def linear_attention(
     """
     if unknown:
         raise unknown_keyword(linear_attention, unknown)
-    group = group_of(check_mesh(mesh, 1))
+    groups = groups_of(mesh)
     agreed = agree_linear(
-        group, q, k, v, LinearOptions(causal, normalize, log_decay, beta, lengths, state), layout=layout,
+        groups, q, k, v, LinearOptions(causal, normalize, log_decay, beta, lengths, state), layout=layout,
         feature_map=feature_map, scale=scale, return_state=return_state, impl=impl, debug=debug,
     )  # fmt: skip
-    out, end = (_causal if causal else _full)(agreed, group, return_state, impl)
-    return out if end is None else (out, end)
+    out, end = _causal(agreed, flat_group(mesh), return_state) if causal else _full(agreed, groups, impl)
+    return (out, end) if return_state and end is not None else out
 
 
-def _causal(agreed: Agreed, group: Group, return_state: bool, impl: str) -> tuple[Tensor, LinearState | None]:
+def _causal(agreed: Agreed, group: Group, return_state: bool) -> tuple[Tensor, LinearState | None]:
     call, layouts, backend, threads = agreed
     spec, layout = call.spec, layouts[0].grouped(1)
     parts = pieces(spec.B, spec.Hq, spec.Hkv, group.size, threads)
@@ -82,12 +84,12 @@ def _causal(agreed: Agreed, group: Group, return_state: bool, impl: str) -> tupl
     return out, None if end is None else scan.unpacked(end)
 
 
-def _full(agreed: Agreed, group: Group, return_state: bool, impl: str) -> tuple[Tensor, LinearState | None]:
+def _full(agreed: Agreed, groups: list[Group], impl: str) -> tuple[Tensor, LinearState]:
     """Each rank sums over its keys. The sum of these states over the ranks is the state of all keys."""
     call, (_, layout), _, _ = agreed
     q, k, v, lengths = call.q, call.k, call.v, call.lengths
     if lengths is not None:
-        lengths = (positions(layout, group.rank, lengths.device) < lengths[:, None]).sum(1)
+        lengths = (positions(layout, place(groups)[1], lengths.device) < lengths[:, None]).sum(1)
     options: dict[str, Any] = {
         "causal": False,
         "normalize": call.normalize,
@@ -95,7 +97,7 @@ def _full(agreed: Agreed, group: Group, return_state: bool, impl: str) -> tuple[
         "impl": impl,
     }
     _, own = on_one_rank(q[:, :, :0], k, v, lengths=lengths, return_state=True, **options)
-    total = Summed.apply(group, packed(own)) + packed(first_state(call))  # type: ignore[no-untyped-call]
+    total = Summed.apply(groups, packed(own)) + packed(first_state(call))  # type: ignore[no-untyped-call]
     state = unpacked(total, call.normalize)
     out = on_one_rank(q, k[:, :, :0], v[:, :, :0], state=state, **options)
-    return out, state if return_state else None
+    return out, state

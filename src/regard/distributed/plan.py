@@ -57,7 +57,7 @@ class DistributedPlan:
 
 def plan(
     layout: Layout, *, mask: Mask | None = None, offset: int | None = None, method: str = "auto", B: int = 1,
-    Hq: int = 1, Hkv: int | None = None, D: int = 64, Dv: int | None = None,
+    Hq: int = 1, Hkv: int | None = None, D: int = 64, Dv: int | None = None, latent: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> DistributedPlan:  # fmt: skip
     """Returns pairs and bytes of each rank and step of a call, without tensors or processes.
@@ -66,12 +66,14 @@ def plan(
         layout, mask, offset, method: as in `distributed.attention`. `usp` is a combination of the
             plans of "ring" and "ulysses".
         B, Hq, Hkv, D, Dv, dtype: the sizes and the dtype of the call. Defaults: Hkv = Hq, Dv = D.
+        latent: rank + rope, the channels of the latents that travel in `distributed.latent_attention`
+            instead of keys and values.
 
     Example:
         >>> print(regard.distributed.plan(layout, mask=masks.Causal(), Hq=8))
     """
     options = Options(as_mask(mask), as_offset(offset))
-    call = DistributedCall(options, layout, layout, B, Hq, Hq if Hkv is None else Hkv, "auto")
+    call = DistributedCall(options, layout, layout, B, Hq, Hq if Hkv is None else Hkv, "auto", latent=latent)
     width = (D, D if Dv is None else Dv)
     if method == "auto":
         method = _cheapest(call, width, dtype.itemsize)
@@ -117,7 +119,7 @@ def _ring(call: DistributedCall, width: tuple[int, int], itemsize: int) -> Distr
     pairs, sizes = [], []
     for rank in range(ranks):
         schedule = Schedule(call, Group(None, rank, ranks))
-        row = call.B * call.Hkv * sum(width) * itemsize
+        row = call.B * (call.latent or call.Hkv * sum(width)) * itemsize
         needed = [schedule.needed(rank, schedule.owner(step)) for step in range(ranks)]
         queries = call.q_layout.runs[rank]
         pairs.append(tuple(sum(counter.pairs(q, k) for q in queries for k in runs) for runs in needed))
@@ -140,7 +142,7 @@ def _ulysses(call: DistributedCall, width: tuple[int, int], itemsize: int) -> Di
     for rank, ((a, b), (c, d)) in enumerate(shares):
         others = call.q_layout.L - call.q_layout.lengths[rank]
         keys = call.k_layout.L - call.k_layout.lengths[rank]
-        values = others * (b - a) * D + keys * (d - c) * (D + Dv)
+        values = others * (b - a) * D + keys * (call.latent or (d - c) * (D + Dv))
         values += call.q_layout.lengths[rank] * (call.Hq - (b - a)) * (Dv + 1)
         pairs.append(((b - a) * per_head,))
         sizes.append((call.B * values * itemsize,))

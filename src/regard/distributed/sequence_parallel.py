@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._group import check_mesh
 from .attention import Layouts, attention
+from .latent_attention import latent_attention
 from .layouts import Layout, as_pair, positions, shard
+from .linear_attention import linear_attention
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,13 @@ class SequenceParallel:
         return attention(
             q, k, v, mesh=self.mesh, layout=self.layouts, method=self.method, debug=self.debug, **options
         )
+
+    def latent_attention(self, q: Tensor, latent: Tensor, **options: Any) -> Any:
+        """Calls `distributed.latent_attention` with the mesh, layouts, method and debug mode."""
+        return latent_attention(
+            q, latent, mesh=self.mesh, layout=self.layouts, method=self.method, debug=self.debug, **options
+        )
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Calls `distributed.linear_attention` with the mesh, layouts and debug mode."""
+        return linear_attention(q, k, v, mesh=self.mesh, layout=self.layouts, debug=self.debug, **options)

@@ -57,9 +57,8 @@ class AttentionLayer(CheckedModule):
         """Computes attention of q, k, v that are batched (..., H, L, D) or packed (H, total, D)."""
         if options.parallel is not None:
             cu_seqlens, layer = (options.cu_seqlens, options.context_cu_seqlens), self._options()
-            return attend_shards(
-                options.parallel, qkv, cu_seqlens, {"mask": mask, "dropout": dropout, **layer}
-            )
+            layer |= {"mask": mask, "dropout": dropout}
+            return attend_shards(options.parallel, options.parallel.attention, qkv, cu_seqlens, layer)
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)
         q, k, v = (t.transpose(0, 1) for t in qkv)

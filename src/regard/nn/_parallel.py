@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._api.packed import packed_plan
-from .._call.spec import QKV
 from .._tools.arguments import describe
 from ..positions import Positions
 
@@ -52,26 +52,35 @@ def shard_positions(positions: Positions, parallel: SequenceParallel) -> Tensor:
 
 
 def attend_shards(
-    parallel: SequenceParallel, qkv: QKV, cu_seqlens: tuple[Tensor | None, Tensor | None],
-    options: dict[str, Any],
+    parallel: SequenceParallel, attend: Callable[..., Any], shards: tuple[Tensor, ...],
+    cu_seqlens: tuple[Tensor | None, Tensor | None], options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """Computes attention of shards q, k, v (..., H, lengths[rank], D) over the whole sequence.
+    """Calls a method of `parallel` that computes attention of shards over the whole sequence.
 
+    The shards are q, k, v (..., H, lengths[rank], D), or q and latents (..., lengths[rank], D).
     `cu_seqlens` are those of the whole packed rows of x and of the context.
     """
-    (cu_q, cu_k), device = cu_seqlens, qkv[0].device
+    (cu_q, cu_k), device = cu_seqlens, shards[0].device
     if cu_q is not None:
         options = options | _packed_row(parallel, cu_q, cu_q if cu_k is None else cu_k, options, device)
-    q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in qkv)
-    out: Tensor = parallel.attention(q, k, v, **options)
-    return out if qkv[0].dim() == 4 else out.squeeze(0)
+    return on_shards(attend, shards, options)
+
+
+def on_shards(attend: Callable[..., Any], shards: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+    """Calls a function of batched shards, the first of which is q (B, H, lengths[rank], D) or unbatched."""
+    if shards[0].dim() == 4:
+        out: Tensor = attend(*shards, **options)
+        return out
+    out = attend(*(x.unsqueeze(0) for x in shards), **options)
+    return out.squeeze(0)
 
 
 def _packed_row(
     parallel: SequenceParallel, cu_q: Tensor, cu_k: Tensor, options: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Returns the mask and the offset of one call over all packed sequences."""
-    plan = packed_plan(cu_q, cu_k, {"offset": None} | options, device)
+    options = {"offset": None, "bias": None} | options
+    plan = packed_plan(cu_q, cu_k, options, device)
     names = ("cu_seqlens", "context_cu_seqlens")
     for name, layout, sizes in zip(names, parallel.layouts, (plan.sizes_q, plan.sizes_k), strict=True):
         if sum(sizes) != layout.L:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,12 @@ from ..positions import Positions, Rotary, YaRN, rotate
 from ._layer import CAUSAL, AttentionLayer
 from ._lengths import real_tokens
 from ._options import LayerOptions, checked_mask, is_nested
+from ._parallel import attend_shards
 from ._recorded import with_weights
 from ._sizes import join_heads, split_heads
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 RMS = partial(nn.RMSNorm, eps=1e-6)
 
@@ -133,8 +137,8 @@ class LatentAttention(AttentionLayer):
     def forward(
         self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
         positions: Positions | None = None, cu_seqlens: Tensor | None = None,
-        cache: LatentCache | None = None, absorb: bool | None = None, return_weights: bool = False,
-        **unknown: NoReturn,
+        cache: LatentCache | None = None, parallel: SequenceParallel | None = None,
+        absorb: bool | None = None, return_weights: bool = False, **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Computes attention from x to itself and to cached tokens. The output has x's shape.
 
@@ -149,6 +153,8 @@ class LatentAttention(AttentionLayer):
             cu_seqlens: (N + 1,), the cumulative sequence lengths of packed x.
             cache: a `LatentCache`. The call appends the latents of x and attends causally to all
                 cached tokens.
+            parallel: the ranks that share the sequence. x and the output are then this rank's
+                shards, all other arguments those of the whole sequence. The ranks send latents.
             absorb: True for the absorbed form, False for the expanded one. Default: the form with
                 fewer operations (see `operations`).
             return_weights: if True, returns the pair (output, weights), as `Attention` does. The
@@ -156,22 +162,25 @@ class LatentAttention(AttentionLayer):
         """
         if unknown:
             raise unknown_keyword(LatentAttention.forward, unknown)
-        options = LayerOptions(mask, lengths, positions, cu_seqlens, None, cache)
+        options = LayerOptions(mask, lengths, positions, cu_seqlens, None, cache, parallel)
         if not (absorb is None or isinstance(absorb, bool)):
             raise TypeError(f"absorb: expected a bool or None, got {describe(absorb)}")
         if is_nested("x", x):
             return self._forward_nested(x, options, absorb=absorb, return_weights=return_weights)
         if return_weights:
+            options.refuse("with return_weights", "parallel")
             keywords = {name: value for name, value in options._asdict().items() if value is not None}
             return with_weights(partial(self.forward, x, absorb=absorb, **keywords), cu_seqlens, None)
         self._check(x, options)
+        options = options.of_call(x, None)
         x, L = options.finite(x, self.mask), x.shape[-2]
         if absorb is None:
-            ways = self.operations(L, L if cache is None else L + len(cache))
-            absorb = ways.absorbed < ways.expanded
+            absorb = self._absorbs(L, options)
         q, latent = self._projected(x, options.token_positions(L))
         allowed, dropout = self._mask_and_dropout(options)
-        if cache is None:
+        if options.parallel is not None:
+            result = self._attend_latents(q, latent, absorb, options, {"mask": allowed, "dropout": dropout})
+        elif cache is None:
             result = self._attend(self._qkv(q, latent, absorb), options, allowed, dropout)
         elif absorb:
             result = cache.attend(self._absorbed(q), latent, scale=self.scale, mask=allowed, lengths=lengths)
@@ -207,6 +216,15 @@ class LatentAttention(AttentionLayer):
         expanded = Lk * up + pairs * (self.nope_dim + self.rope_dim + self.value_dim)
         return Ways(2 * self.heads * absorbed, 2 * self.heads * expanded)
 
+    def _absorbs(self, L: int, options: LayerOptions) -> bool:
+        """Returns whether the absorbed form has fewer operations for L tokens. All ranks agree."""
+        keys = L if options.cache is None else L + len(options.cache)
+        if options.parallel is not None:
+            layout = options.parallel.layouts[0]
+            L, keys = -(-layout.L // layout.ranks), layout.L
+        ways = self.operations(L, keys)
+        return ways.absorbed < ways.expanded
+
     def _options(self) -> dict[str, Any]:
         return {"scale": self.scale}
 
@@ -237,6 +255,18 @@ class LatentAttention(AttentionLayer):
         nope, v = split_heads(self.kv_up(content), self.heads).split((self.nope_dim, self.value_dim), -1)
         shared = rotary_key.unsqueeze(-3).expand(*nope.shape[:-1], self.rope_dim)
         return torch.cat(q, -1), torch.cat((nope, shared), -1), v
+
+    def _attend_latents(
+        self, q: Queries, latent: Tensor, absorb: bool, options: LayerOptions, call: dict[str, Any]
+    ) -> Tensor:
+        """Computes attention of shards. Every rank computes the keys and values that it needs."""
+        assert options.parallel is not None
+        call |= {"rank": self.rank, **self._options()}
+        if not absorb:
+            call["up"] = self.kv_up.weight.unflatten(0, (self.heads, -1))
+        shards = self._absorbed(q) if absorb else torch.cat(q, -1), latent
+        cu_seqlens = (options.cu_seqlens, None)
+        return attend_shards(options.parallel, options.parallel.latent_attention, shards, cu_seqlens, call)
 
     def _absorbed(self, q: Queries) -> Tensor:
         """Multiplies the unrotated channels of q by W_uk and appends the rotated channels.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,11 @@ from .._tools.arguments import count, describe
 from ..cache import LinearCache
 from ._options import is_nested
 from ._padding import finite_padding
+from ._parallel import checked_parallel, on_shards
 from ._sizes import GroupedHeads, join_heads, split_heads
+
+if TYPE_CHECKING:
+    from ..distributed import SequenceParallel
 
 Decay = Literal["head", "token"]
 
@@ -89,8 +93,9 @@ class LinearAttention(GroupedHeads):
             raise ValueError("causal: expected True with decay or delta, got False")
 
     def forward(
-        self, x: Tensor, *, lengths: Tensor | None = None, cache: LinearCache | None = None
-    ) -> Tensor:
+        self, x: Tensor, *, lengths: Tensor | None = None, cache: LinearCache | None = None,
+        parallel: SequenceParallel | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes linear self-attention over x. The output has x's shape.
 
         Args:
@@ -98,9 +103,12 @@ class LinearAttention(GroupedHeads):
             lengths: (B,), the number of real tokens of each sample. The rest is padding.
             cache: a cache from `new_cache`. x continues the cached sequences. A cache needs
                 causal=True.
+            parallel: the ranks that share the sequence. x and the output are then this rank's
+                shards, and `lengths` those of the whole sequence.
         """
-        self._check(x, cache)
-        x = finite_padding(x, lengths)
+        self._check(x, cache, parallel)
+        parallel = None if parallel is None else checked_parallel(parallel, "x", x).of_queries
+        x = finite_padding(x, lengths, parallel=parallel)
         q, k, v = self.qkv(x).split(self._widths, -1)
         q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         options: dict[str, Any] = {
@@ -110,7 +118,11 @@ class LinearAttention(GroupedHeads):
         if cache is not None:
             attended = cache.attend(q, k, v, **options)
         else:
-            attended = linear_attention(q, k, v, causal=self.causal, normalize=self.normalize, **options)
+            options |= {"causal": self.causal, "normalize": self.normalize}
+            if parallel is None:
+                attended = linear_attention(q, k, v, **options)
+            else:
+                attended = on_shards(parallel.linear_attention, (q, k, v), options)
         joined = join_heads(attended if self.out_norm is None else self.out_norm(attended))
         out: Tensor = self.out(joined if self.gate is None else joined * self.gate(x).sigmoid())
         return out
@@ -137,12 +149,14 @@ class LinearAttention(GroupedHeads):
         """Returns the delta rule's beta (..., Hkv, L), or None without the delta rule."""
         return None if self.beta is None else self.beta(x).sigmoid().transpose(-2, -1)
 
-    def _check(self, x: Tensor, cache: LinearCache | None) -> None:
+    def _check(self, x: Tensor, cache: LinearCache | None, parallel: object) -> None:
         if is_nested("x", x) or x.dim() not in (2, 3) or x.shape[-1] != self.d_model:
             shape = f"(B, L, d_model = {self.d_model}) or (L, d_model)"
             raise ValueError(f"x: expected {shape}, got {describe(x)}")
         if cache is None:
             return
+        if parallel is not None:
+            raise ValueError(f"cache: expected None with parallel, got {describe(cache)}")
         if x.dim() != 3:
             raise ValueError(f"x: expected (B, L, d_model) with a cache, got {describe(x)}")
         if not self.causal:
