@@ -55,6 +55,7 @@ SELF: dict[str, tuple[str, Tensor, dict[str, Any]]] = {
     "lengths": ("grouped", padded(), {"lengths": LENGTHS}),
     "first position": ("grouped", tokens(2, L, WIDTH), {"positions": 40}),
     "positions": ("grouped", tokens(2, L, WIDTH), {"positions": POSITIONS}),
+    "ranks without tokens": ("stack", tokens(1, 3, WIDTH), {"mask": M.sliding(2)}),
     "unbatched": ("grouped", tokens(L, WIDTH), {}),
     "packed": ("grouped", tokens(L, WIDTH), {"cu_seqlens": CU}),
     "packed distances": ("relative", tokens(L, WIDTH), {"cu_seqlens": CU}),
@@ -75,14 +76,12 @@ SELF: dict[str, tuple[str, Tensor, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def layouts(n: int) -> list[tuple[D.Layout, str]]:
-    return [(D.zigzag(L, n), "ring"), (D.striped(L, n, 9), "gather"), (D.contiguous(L, n), "auto")]
-
-
 @pytest.mark.parametrize("name", SELF)
 def test_self_attention(ranks: Ranks, name: str) -> None:
     module, x, options = SELF[name]
-    for n, layout, method in ((2, *layouts(2)[0]), (3, *layouts(3)[1]), (4, *layouts(4)[2])):
+    L = x.shape[-2]
+    layouts = (2, D.zigzag(L, 2), "ring"), (3, D.striped(L, 3, 9), "gather"), (4, D.contiguous(L, 4), "auto")
+    for n, layout, method in layouts:
         check(ranks, n, ModuleCase(module, (x,), layout, method, options))
     check(ranks, (2, 2), ModuleCase(module, (x,), D.zigzag(L, 4), "usp", options))
 
@@ -96,6 +95,7 @@ CROSS: dict[str, tuple[str, tuple[Tensor, ...], dict[str, Any]]] = {
     ),
     "padded context": ("plain", (X, padded(LK)), {"mask": M.Lengths([LK, 40])}),
     "decoder": ("decoder", (X, tokens(2, LK, WIDTH)), {"context_mask": M.Lengths([LK, 40])}),
+    "remembering": ("remembering", (X, tokens(2, LK, WIDTH)), {}),
     "encoder-decoder": (
         "encoder-decoder", (tokens(2, LK, WIDTH), X), {"source_mask": M.Lengths([LK, 40])}
     ),

@@ -32,8 +32,9 @@ def check(got: Result, expected: Result, first: int = 0) -> None:
         torch.testing.assert_close(a / scale, b / scale, rtol=0, atol=2e-5)
 
 
-BFLOAT16 = "fully_shard in bfloat16"
-CASES = [(way, (2, 2)) for way in WAYS if way != BFLOAT16] + [("plain", 3), ("checkpoint", 3), ("ddp", 3)]
+BFLOAT16 = ("fully_shard in bfloat16", "autocast")
+TWO_DIMS = [way for way in WAYS if way not in (*BFLOAT16, "compiled")]
+CASES = [(way, (2, 2)) for way in TWO_DIMS] + [("plain", 3), ("checkpoint", 3), ("ddp", 3), ("compiled", 2)]
 
 
 @pytest.mark.parametrize(("way", "shape"), CASES)
@@ -42,9 +43,10 @@ def test_same_training_as_a_single_process(ranks: Ranks, expected: Result, way: 
         check(got, expected)
 
 
-def test_mixed_precision(ranks: Ranks, expected: Result) -> None:
+@pytest.mark.parametrize("way", BFLOAT16)
+def test_mixed_precision(ranks: Ranks, expected: Result, way: str) -> None:
     """The losses of bfloat16 weights and activations. Gradients would differ by their rounding."""
-    for got in ranks.run(2, together, BFLOAT16, STEPS):
+    for got in ranks.run(2, together, way, STEPS):
         torch.testing.assert_close(got.losses, expected.losses, rtol=5e-3, atol=0)
         assert got.losses != expected.losses
 

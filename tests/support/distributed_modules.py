@@ -51,6 +51,17 @@ def _decoder() -> Stack:
     )
 
 
+class Remembering(nn.Module):
+    """A decoder that projects the keys and values of the context before it reads the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = _decoder()
+
+    def forward(self, x: Tensor, context: Tensor, **options: Any) -> Any:
+        return self.decoder(x, self.decoder.remember(context), **options)
+
+
 MODULES: dict[str, Seeded] = {
     "grouped": lambda: Attention(
         WIDTH, 6, kv_heads=2, head_dim=8, value_dim=5, position=P.Rotary(8), mask=M.Causal(),
@@ -71,6 +82,7 @@ MODULES: dict[str, Seeded] = {
     "stack": lambda: _stack(2, kv_heads=2, position=P.Rotary(6), mask=M.Causal(), dropout=0.1),
     "post-norm": lambda: Block(Attention(WIDTH, 3), FeedForward(WIDTH), residual=PostNorm),
     "decoder": _decoder,
+    "remembering": Remembering,
     "longformer": lambda: LongformerAttention(WIDTH, 4, window=3),
     "additive": lambda: Block(AdditiveAttention(WIDTH), FeedForward(WIDTH)),
     "encoder-decoder": lambda: EncoderDecoder(_stack(1), _decoder()),
@@ -121,7 +133,7 @@ def single(case: ModuleCase) -> list[Tensor]:
 
 
 def on_rank(mesh: DeviceMesh, case: ModuleCase) -> list[Tensor]:
-    model, parallel = built(case.module), D.SequenceParallel(mesh, case.layout, case.method)
+    model, parallel = built(case.module), D.SequenceParallel(mesh, case.layout, case.method, debug=True)
     shards = [
         D.shard(x, layout, parallel.rank, -2)
         for x, layout in zip(case.tokens, _token_layouts(case), strict=True)

@@ -57,6 +57,18 @@ class Checkpointed(nn.Module):
         return checkpoint(block, x, use_reentrant=self.use_reentrant)
 
 
+class Autocast(nn.Module):
+    """A model in bfloat16 autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*inputs).float()
+
+
 class Result(NamedTuple):
     losses: list[float]
     grads: list[Tensor]  # of the last step
@@ -146,6 +158,8 @@ WAYS = {
     "ddp": Way(_ddp, sums=False, scaled=True),
     "fully_shard": Way(_fully_sharded, sums=False, scaled=True),
     "fully_shard with a sum": Way(partial(_fully_sharded, sums=True), sums=False),
+    "compiled": Way(lambda model, mesh: torch.compile(model, backend="eager")),  # type: ignore[arg-type,return-value]
+    "autocast": Way(lambda model, mesh: Autocast(model)),
     "hybrid": Way(partial(_fully_sharded, flat=False), sums=False, scaled=True),
     "fully_shard in bfloat16": Way(
         partial(_fully_sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
