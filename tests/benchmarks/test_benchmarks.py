@@ -33,6 +33,7 @@ MODULES = (
     "isas",
     "latent",
     "linear",
+    "linear_ranks",
     "measure",
     "memory",
     "modules",
@@ -293,6 +294,18 @@ def test_processes_are_compared_with_one(bench: Any, capsys: pytest.CaptureFixtu
             bench.ranks.agree("ring, zigzag", row.make_layout(70, 1), wrong, processes, "forward")
         with pytest.raises(RuntimeError, match=r"rank 0: (?s:.*)KeyError"):
             processes.run(bench.ranks.shards, bench.ranks.ROWS["gather, zigzag"], "forward")
+
+
+def test_linear_attention_over_processes_is_compared_with_one(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.linear_ranks.main(["--tokens", "70", "--heads", "2", "--seconds", "0"]) == 0
+    lines = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert lines[:4] == ["2 ranks", "---", "normalised, one process", "normalised, contiguous"]
+    assert lines[-1] == "delta rule, zigzag"
+    expected = [torch.ones(1, 2, 10, 8)]
+    with pytest.raises(bench.checks.WrongResult, match="zigzag: relative error"):
+        bench.linear_ranks.agree(expected, [[torch.zeros(1, 2, 5, 8)]] * 2, "zigzag")
 
 
 def test_instruction_sets_are_compared(

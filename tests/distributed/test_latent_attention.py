@@ -15,6 +15,7 @@ from support.distributed_latent import (
     ROPE,
     VALUE,
     Sharded,
+    alive_after_forward,
     bytes_sent,
     call_with,
     case,
@@ -74,6 +75,12 @@ def test_dtypes(ranks: Ranks, method: str) -> None:
 def test_few_tokens(ranks: Ranks, method: str) -> None:
     for absorbed in (True, False):
         check(ranks, 4, case(D.contiguous(3, 4), method, absorbed=absorbed, mask=M.Causal()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_keys_and_values_are_not_saved(ranks: Ranks, method: str) -> None:
+    for alive in ranks.run(2, alive_after_forward, case(D.contiguous(L, 2), method, mask=M.Causal())):
+        assert alive == [False, False]
 
 
 # Bytes

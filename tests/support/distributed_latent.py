@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import regard
 from regard import distributed as D
 from regard.distributed import _group
+from regard.distributed._latent import Expansion
 from regard.distributed.layouts import in_order
 
 RANK, NOPE, ROPE, VALUE = 24, 10, 6, 9
@@ -93,6 +95,30 @@ def bytes_sent(mesh: DeviceMesh, x: Sharded) -> tuple[int, int]:
     forward = _group.sent_bytes
     out.sum().backward()
     return forward, _group.sent_bytes - forward
+
+
+def alive_after_forward(mesh: DeviceMesh, x: Sharded) -> list[bool]:
+    """Returns for each expanded key and value whether it is alive while the graph of out is."""
+    made: list[weakref.ref[Tensor]] = []
+    expand = Expansion.__call__
+
+    def recorded(self: Expansion, latent: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = expand(self, latent)
+        made.extend((weakref.ref(k), weakref.ref(v)))
+        return k, v
+
+    Expansion.__call__ = recorded  # type: ignore[method-assign]
+    try:
+        q = D.shard(x.q, x.layout, mesh.get_rank(), 2).requires_grad_()
+        latent = D.shard(x.latent, x.layout, mesh.get_rank(), 1)
+        out = D.latent_attention(
+            q, latent, x.up, rank=RANK, mesh=mesh, layout=x.layout, method=x.method, **x.options
+        )
+        alive = [made_tensor() is not None for made_tensor in made]
+        out.sum().backward()
+    finally:
+        Expansion.__call__ = expand  # type: ignore[method-assign]
+    return alive
 
 
 def call_with(mesh: DeviceMesh, of_ranks: list[dict[str, Any]]) -> Tensor:

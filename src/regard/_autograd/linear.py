@@ -14,6 +14,7 @@ from .._backends.native.linear import NOTHING_SAVED, LinearSaved
 from .._backends.torch import linear as _linear_torch
 from .._call.linear import LinearCall, LinearResult
 from .._call.make import any_needs_grad
+from .._call.spec import QKV
 
 Maybe = Tensor | None
 INPUTS = 7  # q, k, v, log_decay, beta, S, z: the first fields of a LinearCall
@@ -41,31 +42,39 @@ def _connected(result: LinearResult, call: LinearCall) -> LinearResult:
     return LinearResult(result.out + zero, result.S + zero, None if result.z is None else result.z + zero)
 
 
-def run_saving(p: LinearCall, name: str, for_backward: bool) -> tuple[LinearResult, LinearSaved]:
-    """Runs a call without recording it. Also returns the tensors that `gradients` needs."""
-    if name == "native" and for_backward:
-        return _native.linear_saving(p)
-    return TABLE["linear"][name].run(p), NOTHING_SAVED
+def run_saving(p: LinearCall, name: str, for_backward: bool, out: Tensor) -> tuple[LinearResult, LinearSaved]:
+    """Runs a call without recording it, and writes its output to `out`.
+
+    Also returns the tensors that `gradients` needs.
+    """
+    if name == "native":
+        return _native.linear_saving(p, out) if for_backward else (_native.linear(p, out), NOTHING_SAVED)
+    result: LinearResult = TABLE["linear"][name].run(p)
+    out.copy_(result.out)
+    return result, NOTHING_SAVED
 
 
 def gradients(
-    p: LinearCall, name: str, saved: LinearSaved, dout: Tensor, dS: Maybe, dz: Maybe
+    p: LinearCall, name: str, saved: LinearSaved, dy: tuple[Tensor, Maybe, Maybe], into: QKV
 ) -> tuple[Maybe, ...]:
-    """Computes the gradients of q, k, v, log_decay, beta, S and z. That of None is None.
+    """Writes the gradients of q, k and v to `into`. Returns those of log_decay, beta, S and z.
 
-    Only the native backend has a backward pass: the others run the call again.
+    `dy` are the gradients of out, S and z. Only the native backend has a backward pass: the others
+    run the call again.
     """
     if name == "native":
-        return _native.linear_backward(p, saved, dout, dS, dz)
+        return _native.linear_backward(p, saved, *dy, into)[3:]
     with torch.enable_grad():
         tensors: tuple[Maybe, ...] = p[:INPUTS]  # type: ignore[assignment]
         inputs: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
         result = run(LinearCall(*inputs, *p[INPUTS:]), name)
-    pairs = [(y, dy) for y, dy in zip(result, (dout, dS, dz), strict=True) if y is not None]
+    pairs = [(y, dy) for y, dy in zip(result, dy, strict=True) if y is not None]
     needing = [x for x in inputs if x is not None]
     results, dys = zip(*pairs, strict=True)
     grads = iter(torch.autograd.grad(results, needing, dys, materialize_grads=True))
-    return tuple(None if x is None else next(grads) for x in inputs)
+    for x in into:
+        x.copy_(next(grads))
+    return tuple(None if x is None else next(grads) for x in inputs[3:])
 
 
 class RegardLinearAttention(Function):

@@ -163,8 +163,10 @@ class StatePass(Function):
             if turn.source is not None:
                 before = receive(group, turn.source, before)
             call = scan.call(turn, x, before)
-            result, saved_of_turn = run_saving(call, scan.backend, any(ctx.needs_input_grad))
-            out[turn.of_queries], after = result.out, packed(LinearState(result.S, result.z))
+            result, saved_of_turn = run_saving(
+                call, scan.backend, any(ctx.needs_input_grad), out[turn.of_queries]
+            )
+            after = packed(LinearState(result.S, result.z))
             saved += [before, *saved_of_turn]
             if turn.target is not None:
                 sends.append(send(group, turn.target, after))
@@ -184,7 +186,10 @@ class StatePass(Function):
     def backward(ctx: Any, dout: Tensor, dend: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing each access recomputes forward
         x, scan, sends = LinearShards(*saved[:INPUTS]), ctx.scan, []
-        grads = [None if t is None else torch.zeros_like(t) for t in saved[:INPUTS]]
+        grads: list[Any] = [
+            None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+            for t in saved[:INPUTS]
+        ]
         dend = torch.zeros_like(x.state) if dend is None else _sum_at_last(scan, dend)
         dstate = dend.clone() if scan.last is None else torch.zeros_like(dend)
         for i, turn in reversed(list(enumerate(scan.turns()))):
@@ -193,16 +198,17 @@ class StatePass(Function):
             if turn.target is not None:
                 dafter = receive(scan.group, turn.target, dafter)
             call, dy = scan.call(turn, x, before), (dout[turn.of_queries], *scan.unpacked(dafter))
-            *parts, dS, dz = gradients(call, scan.backend, LinearSaved(*saved_of_turn), *dy)
+            dq, dk, dv = grads[0][turn.of_queries], grads[1][turn.of_keys], grads[2][turn.of_keys]
+            *gates, dS, dz = gradients(call, scan.backend, LinearSaved(*saved_of_turn), dy, (dq, dk, dv))
             assert dS is not None
             dbefore = packed(LinearState(dS, dz))
             if turn.source is None:
                 dstate[turn.of_state] = dbefore
             else:
                 sends.append(send(scan.group, turn.source, dbefore))
-            for grad, part, at in zip(grads, parts, (turn.of_queries, *[turn.of_keys] * 4), strict=False):
+            for grad, part in zip(grads[3:5], gates, strict=True):
                 if grad is not None and part is not None:
-                    grad[at] = part
+                    grad[turn.of_keys] = part
         wait(sends)
         return None, *grads[:-1], dstate
 

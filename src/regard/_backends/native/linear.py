@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._call.linear import SEGMENT, LinearCall, LinearResult
+from ..._call.spec import QKV
 from ..._tools.memory_errors import memory_errors
 from .core import DTYPES, _core, address
 
@@ -24,44 +26,50 @@ NOTHING_SAVED = LinearSaved(None, None, None)
 
 
 @memory_errors
-def linear(p: LinearCall) -> LinearResult:
-    """Computes out and the final state of a call."""
-    return _forward(p, NOTHING_SAVED)
+def linear(p: LinearCall, out: Tensor | None = None) -> LinearResult:
+    """Computes out, written to `out` if that is given, and the final state of a call."""
+    return _forward(p, NOTHING_SAVED, out)
 
 
 @memory_errors
-def linear_saving(p: LinearCall) -> tuple[LinearResult, LinearSaved]:
-    """Runs the forward pass. Returns its result and the tensors that backward needs."""
+def linear_saving(p: LinearCall, out: Tensor | None = None) -> tuple[LinearResult, LinearSaved]:
+    """Runs the forward pass. Returns its result and the tensors that backward needs.
+
+    The output is written to `out`, if it is given.
+    """
     spec = p.spec
     S, z = _empty_state(p, -(-spec.Lk // SEGMENT))
     errors = (
         p.k.new_empty((spec.B, spec.Hkv, spec.Lk, spec.Dv), dtype=p.dtype) if p.beta is not None else None
     )
     saved = LinearSaved(S, z, errors)
-    return _forward(p, saved), saved
+    return _forward(p, saved, out), saved
 
 
-def _forward(p: LinearCall, saved: LinearSaved) -> LinearResult:
+def _forward(p: LinearCall, saved: LinearSaved, out: Tensor | None = None) -> LinearResult:
     spec = p.spec
-    out = p.q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
+    if out is None:
+        out = p.q.new_empty_strided((spec.B, spec.Hq, spec.Lq, spec.Dv), spec.out_stride)
     S, z = _empty_state(p)
     call, keepalive = _call(p, saved, out.data_ptr(), S.data_ptr(), address(z))
-    _core.linear_forward(_spec(p), call)
+    _core.linear_forward(_spec(p, out.stride()), call)
     del keepalive
     return LinearResult(out, S, z)
 
 
 @memory_errors
 def linear_backward(
-    p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None
-) -> tuple[Tensor | None, ...]:
+    p: LinearCall, saved: LinearSaved, dout: Tensor, dS: Tensor | None, dz: Tensor | None,
+    into: QKV | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Computes the gradients of q, k, v, log_decay, beta and the initial state (S, z).
 
-    The gradient of an input that is None is None.
+    The gradient of an input that is None is None. Those of q, k and v are written to `into`, if it
+    is given.
     """
     dout = dout if dout.dtype is p.q.dtype else dout.to(p.q.dtype)
     dS, dz = (x if x is None else x.to(p.dtype).contiguous() for x in (dS, dz))
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
+    dq, dk, dv = into or (torch.empty_like(x, memory_format=torch.contiguous_format) for x in p[:3])
     gates = [None if x is None else x.new_empty(x.shape) for x in (p.log_decay, p.beta)]
     S, z = _empty_state(p)
     call, keepalive = _call(p, saved)
@@ -71,7 +79,7 @@ def linear_backward(
         dv_stride=dv.stride(), dlog_decay=address(gates[0]), dbeta=address(gates[1]), dS=S.data_ptr(),
         dz=address(z),
     )  # fmt: skip
-    _core.linear_backward(_spec(p), call, gradients)
+    _core.linear_backward(_spec(p, p.out_stride), call, gradients)
     del keepalive
     return dq, dk, dv, *gates, S if p.S is not None else None, z if p.z is not None else None
 
@@ -101,10 +109,10 @@ def _empty_state(p: LinearCall, *segments: int) -> tuple[Tensor, Tensor | None]:
     return S, p.k.new_empty((*outer, spec.D), dtype=p.dtype) if p.normalize else None
 
 
-def _spec(p: LinearCall) -> _core.LinearSpec:
+def _spec(p: LinearCall, out_stride: Sequence[int]) -> _core.LinearSpec:
     spec = p.spec
     return _core.LinearSpec(
         dtype=DTYPES[spec.dtype], B=spec.B, Hq=spec.Hq, Hkv=spec.Hkv, L=spec.Lq, D=spec.D, Dv=spec.Dv,
-        q=p.q.stride(), k=p.k.stride(), v=p.v.stride(), out=spec.out_stride, scale=spec.scale,
+        q=p.q.stride(), k=p.k.stride(), v=p.v.stride(), out=out_stride, scale=spec.scale,
         normalize=p.normalize,
     )  # fmt: skip
