@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 from torch import Tensor
 
 from .._autograd.attention import run
 from .._backends import reference
 from .._backends.dispatch import choose
+from .._call.dropout import DropoutOrigin
 from .._call.make import make
 from .._call.spec import Bias, Options, Spec, fast_new
 from .._tools.arguments import describe
@@ -118,6 +119,18 @@ def attention(
     if listeners:
         notify(q, k, **options.of_weights())
     out, lse = run(problem, choose(problem, impl))
+    return out if lse is None else (out, lse)
+
+
+def attend_part(
+    origin: DropoutOrigin, q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes `attention` as the part of a larger call, whose dropout pattern it draws."""
+    values = Options(**options)
+    problem = make(q, k, v, values)
+    if listeners:
+        notify(q, k, **values.of_weights())
+    out, lse = run(problem._replace(origin=origin), choose(problem, impl))
     return out if lse is None else (out, lse)
 
 

@@ -4,7 +4,9 @@ A rank holds a shard of the tokens, described by a layout. `attention` takes sha
 the whole sequence.
 """
 
+from ._optimizers import clip_grad_norm_, whole_states
 from .attention import attention
+from .head_parallel import HeadParallel
 from .latent_attention import latent_attention
 from .layouts import Layout, balanced, contiguous, next_tokens, positions, shard, striped, zigzag
 from .linear_attention import linear_attention
@@ -13,7 +15,7 @@ from .sequence_parallel import SequenceParallel
 from .unshard import unshard
 
 __all__ = [
-    "DistributedPlan", "Layout", "SequenceParallel", "attention", "balanced", "contiguous",
-    "latent_attention", "linear_attention", "next_tokens", "plan", "positions", "shard", "striped",
-    "unshard", "zigzag",
+    "DistributedPlan", "HeadParallel", "Layout", "SequenceParallel", "attention", "balanced",
+    "clip_grad_norm_", "contiguous", "latent_attention", "linear_attention", "next_tokens", "plan",
+    "positions", "shard", "striped", "unshard", "whole_states", "zigzag",
 ]  # fmt: skip

@@ -15,8 +15,10 @@ from ._pairs import Run
 from ._ring import ring
 from .layouts import Layout, even, in_order, take
 
+HINT = "; use method='ring' or 'gather', or Ulysses inside a ring: method='usp'"
 
-def head_shares(Hq: int, Hkv: int, ranks: int) -> list[tuple[Run, Run]]:
+
+def head_shares(Hq: int, Hkv: int, ranks: int, hint: str = "") -> list[tuple[Run, Run]]:
     """Returns the query heads and the key heads of each rank.
 
     With at least as many key heads as ranks, whole groups are dealt out. With fewer, each key head
@@ -30,7 +32,7 @@ def head_shares(Hq: int, Hkv: int, ranks: int) -> list[tuple[Run, Run]]:
     if max(sharing) > group:
         raise ValueError(
             f"mesh: expected at most Hq = {Hq} ranks with Hkv = {Hkv} key heads, so that each rank has a "
-            f"query head, got {ranks}; use method='ring' or 'gather', or Ulysses inside a ring: method='usp'"
+            f"query head, got {ranks}{hint}"
         )
     shares = []
     for head, count in enumerate(sharing):
@@ -59,7 +61,7 @@ def exchanged(
 
     `keys` are keys and values, or latents, which have one head that all ranks get.
     """
-    shares, (q_layout, k_layout) = head_shares(call.Hq, call.Hkv, group.size), layouts
+    shares, (q_layout, k_layout) = head_shares(call.Hq, call.Hkv, group.size, HINT), layouts
     query_heads, key_heads = ([share[i] for share in shares] for i in (0, 1))
     q = _to_heads(group, q_layout, q, query_heads)
     keys = [

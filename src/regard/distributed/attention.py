@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -24,7 +25,6 @@ Layouts = Layout | tuple[Layout, Layout]
 
 
 @hide_unknown
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, layout: Layouts | None = None,
     method: str = "auto", debug: bool | None = None,
@@ -70,10 +70,25 @@ def attention(
     if unknown:
         raise unknown_keyword(attention, unknown)
     options = Options(mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
+    out, lse = attend_heads(None, q, k, v, options, mesh, layout, method, debug, impl)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_heads(
+    part: tuple[int, int] | None, q: Tensor, k: Tensor, v: Tensor, options: Options, mesh: DeviceMesh,
+    layout: Layouts | None = None, method: str = "auto", debug: bool | None = None, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes the shards of out and the LSE.
+
+    `part` is the first head of q and the number of heads of a larger call, whose dropout pattern the
+    call draws.
+    """
     groups = groups_of(mesh)
     call = agree(groups, q, k, v, options, layout, method, impl, debug)
-    out, lse = _run(call, groups, method, q, k, v)
-    return (out, lse) if return_lse else out
+    if part is not None:
+        call = replace(call, head=part[0], all_heads=part[1])
+    return _run(call, groups, method, q, k, v)
 
 
 def _run(

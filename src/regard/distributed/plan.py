@@ -14,7 +14,7 @@ from ..masks import Mask
 from ._call import DistributedCall
 from ._group import Group
 from ._travel import Schedule
-from ._ulysses import head_shares
+from ._ulysses import HINT, head_shares
 from .layouts import Layout
 
 METHODS = ("auto", "ring", "gather", "ulysses", "usp")
@@ -135,7 +135,7 @@ def _gather(call: DistributedCall, width: tuple[int, int], itemsize: int) -> Dis
 
 
 def _ulysses(call: DistributedCall, width: tuple[int, int], itemsize: int) -> DistributedPlan:
-    shares = head_shares(call.Hq, call.Hkv, call.q_layout.ranks)
+    shares = head_shares(call.Hq, call.Hkv, call.q_layout.ranks, HINT)
     per_head = call.counter().total // call.Hq
     D, Dv = width
     pairs, sizes = [], []

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._call.spec import Options
 from ._group import check_mesh
-from .attention import Layouts, attention
+from .attention import Layouts, attend_heads
 from .latent_attention import latent_attention
 from .layouts import Layout, as_pair, positions, shard
 from .linear_attention import linear_attention
@@ -73,11 +74,14 @@ class SequenceParallel:
         """Returns the position of each of this rank's query tokens, int64 (lengths[rank],)."""
         return positions(self.layouts[0], self.rank, device)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Calls `distributed.attention` with the mesh, layouts, method and debug mode."""
-        return attention(
-            q, k, v, mesh=self.mesh, layout=self.layouts, method=self.method, debug=self.debug, **options
-        )
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, part: tuple[int, int] | None = None, **options: Any
+    ) -> Tensor:
+        """Computes `distributed.attention`, of the heads `part` of a call (see `attend_heads`)."""
+        values = Options(**options)
+        place = self.mesh, self.layouts, self.method, self.debug
+        out: Tensor = attend_heads(part, q, k, v, values, *place)[0]
+        return out
 
     def latent_attention(self, q: Tensor, latent: Tensor, **options: Any) -> Any:
         """Calls `distributed.latent_attention` with the mesh, layouts, method and debug mode."""

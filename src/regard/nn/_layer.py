@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from ._nested import packed_tokens
 from ._options import LayerOptions
 from ._parallel import attend_shards
 
+if TYPE_CHECKING:
+    from ..distributed._share import LayerShare
+
 CAUSAL = Causal()
 
 
@@ -25,6 +28,7 @@ class AttentionLayer(CheckedModule):
     d_model: int
     mask: Mask | None
     dropout: float
+    _share: LayerShare | None = None  # with tensor parallelism
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, dropout: float = 0.0
@@ -34,7 +38,8 @@ class AttentionLayer(CheckedModule):
         q (..., Hq, L, D), k (..., Hkv, Lk, D), v (..., Hkv, Lk, Dv) -> (..., Hq, L, Dv).
         Subclasses may override this method.
         """
-        out: Tensor = attention(q, k, v, mask=mask, dropout=dropout, **self._options())
+        function: Any = attention if self._share is None else self._share.attention
+        out: Tensor = function(q, k, v, mask=mask, dropout=dropout, **self._options())
         return out
 
     def _options(self) -> dict[str, Any]:
@@ -47,6 +52,7 @@ class AttentionLayer(CheckedModule):
         With a cache, a causal mask becomes None, because caches always attend causally.
         """
         mask, dropout = both(self.mask, options.sample_mask()), self.dropout if self.training else 0.0
+        mask = mask if self._share is None else self._share.mask(mask)
         if options.cache is None:
             return mask if options.lengths is None else both(mask, Lengths(options.lengths)), dropout
         if dropout:
@@ -56,13 +62,16 @@ class AttentionLayer(CheckedModule):
     def _attend(self, qkv: QKV, options: LayerOptions, mask: Mask | None, dropout: float) -> Tensor:
         """Computes attention of q, k, v that are batched (..., H, L, D) or packed (H, total, D)."""
         if options.parallel is not None:
-            cu_seqlens, layer = (options.cu_seqlens, options.context_cu_seqlens), self._options()
-            layer |= {"mask": mask, "dropout": dropout}
+            cu_seqlens = options.cu_seqlens, options.context_cu_seqlens
+            layer = {"mask": mask, "dropout": dropout, **self._options()}
+            layer |= {} if self._share is None else self._share.dropout(dropout)
             return attend_shards(options.parallel, options.parallel.attention, qkv, cu_seqlens, layer)
         if options.cu_seqlens is None:
             return self.attend(*qkv, mask=mask, dropout=dropout)
-        q, k, v = (t.transpose(0, 1) for t in qkv)
         cu_q, cu_k, layer = options.cu_seqlens, options.context_cu_seqlens, self._options()
+        if self._share is not None:
+            return self._share.packed(qkv, cu_q, cu_k, mask=mask, dropout=dropout, **layer)
+        q, k, v = (t.transpose(0, 1) for t in qkv)
         packed: Tensor = packing.varlen_attention(q, k, v, cu_q, cu_k, mask=mask, dropout=dropout, **layer)
         return packed.transpose(0, 1)
 

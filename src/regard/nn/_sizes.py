@@ -52,6 +52,14 @@ class GroupedHeads(CheckedModule):
         return self.heads * self.head_dim, keys, self.kv_heads * self.value_dim
 
 
+Run = tuple[int, int]
+
+
+def rows(units: Run, width: int, start: int = 0) -> Run:
+    """Returns the rows of consecutive units of `width` rows each, the first of which is row `start`."""
+    return start + units[0] * width, start + units[1] * width
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Splits channels into heads: (..., L, H * D) -> (..., H, L, D), a view."""
     split: Tensor = x.unflatten(-1, (heads, -1))

@@ -23,7 +23,7 @@ from ._layer import AttentionLayer
 from ._nested import packed_tokens
 from ._options import CacheLike, Context, LayerOptions, Memory, checked_mask, is_nested
 from ._recorded import with_weights
-from ._sizes import GroupedHeads, join_heads, split_heads
+from ._sizes import GroupedHeads, Run, join_heads, rows, split_heads
 
 if TYPE_CHECKING:
     from ..distributed import SequenceParallel
@@ -115,6 +115,20 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
             self.qkv = nn.Linear(self.d_model, queries + keys + values, bias, **factory)
 
     @property
+    def _units(self) -> tuple[int, int]:
+        return self.heads, self.kv_heads
+
+    def _rows(self, heads: Run, kv_heads: Run) -> dict[str, list[Run]]:
+        """Returns the rows of each projection that compute some heads, and the columns of `out`."""
+        queries, keys, _ = self._widths
+        q, joined = rows(heads, self.head_dim), rows(heads, self.value_dim)
+        first_k, first_v = (0, keys) if self.kv_model is not None else (queries, queries + keys)
+        first_k, first_v = (0, 0) if self.value_model is not None else (first_k, first_v)
+        k, v = rows(kv_heads, self.head_dim, first_k), rows(kv_heads, self.value_dim, first_v)
+        inputs = {"q": [q], "k": [k], "v": [v], "kv": [k, v], "qkv": [q, k, v]}
+        return inputs | {"gate": [joined], "sink": [heads], "out": [joined]}
+
+    @property
     def projections(self) -> tuple[nn.Linear, ...]:
         """The input projections: (qkv,), (q, kv) or (q, k, v)."""
         if self.value_model is not None:
@@ -186,6 +200,8 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         Values are computed from `value`. Default: the context.
         """
         self._check_context(context, value)
+        if self._share is not None:
+            context, value = self._share.inputs(context, value)
         return Memory(*self._keys(context, value))
 
     def arguments(
@@ -281,6 +297,7 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
 
     def _options(self) -> dict[str, Any]:
         bias = self.position() if isinstance(self.position, (AlibiBias, Relative)) else None
+        bias = bias if bias is None or self._share is None else self._share.bias(bias)
         return {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "bias": bias}
 
     def _nested_context(self, context: Context, value: Tensor | None) -> dict[str, Tensor]:

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from ._sizes import Run, rows
+
+if TYPE_CHECKING:
+    from ..distributed._share import LayerShare
+
 Activation = Callable[[Tensor], Tensor]
 
 
-class FeedForward(nn.Module):
+class HiddenLayer(nn.Module):
+    """A layer with hidden channels, whose output projection is `down`."""
+
+    down: nn.Linear
+    _share: LayerShare | None = None  # with tensor parallelism
+
+    @property
+    def _units(self) -> tuple[int, int]:
+        return self.down.in_features, self.down.in_features
+
+    def _rows(self, hidden: Run, _: Run) -> dict[str, list[Run]]:
+        """Returns the rows of each projection for some hidden channels, and the columns of `down`."""
+        return {"up": [hidden], "gate_up": [hidden, rows(hidden, 1, self.down.in_features)], "down": [hidden]}
+
+
+class FeedForward(HiddenLayer):
     """A feed-forward layer, down(dropout(activation(up(x)))): (..., d_model) -> (..., d_model).
 
     Args:
@@ -39,7 +60,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class GatedFeedForward(nn.Module):
+class GatedFeedForward(HiddenLayer):
     """A gated feed-forward layer, down(dropout(activation(gate(x)) * up(x))).
 
     Maps (..., d_model) to (..., d_model). With SiLU as activation, the layer is SwiGLU. With GELU,

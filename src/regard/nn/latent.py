@@ -24,7 +24,7 @@ from ._lengths import real_tokens
 from ._options import LayerOptions, checked_mask, is_nested
 from ._parallel import attend_shards
 from ._recorded import with_weights
-from ._sizes import join_heads, split_heads
+from ._sizes import Run, join_heads, rows, split_heads
 
 if TYPE_CHECKING:
     from ..distributed import SequenceParallel
@@ -133,6 +133,16 @@ class LatentAttention(AttentionLayer):
         self.kv_up = nn.Linear(self.rank, self.heads * (self.nope_dim + self.value_dim), False, **factory)
         self.out = nn.Linear(self.heads * self.value_dim, self.d_model, out_bias, **factory)
 
+    @property
+    def _units(self) -> tuple[int, int]:
+        return self.heads, self.heads
+
+    def _rows(self, heads: Run, _: Run) -> dict[str, list[Run]]:
+        """Returns the rows of each projection that compute some heads, and the columns of `out`."""
+        q = rows(heads, self.nope_dim + self.rope_dim)
+        kv_up = rows(heads, self.nope_dim + self.value_dim)
+        return {"q": [q], "q_up": [q], "kv_up": [kv_up], "out": [rows(heads, self.value_dim)]}
+
     @hide_unknown
     def forward(
         self, x: Tensor, *, mask: Mask | Tensor | None = None, lengths: Tensor | None = None,
@@ -179,6 +189,10 @@ class LatentAttention(AttentionLayer):
         q, latent = self._projected(x, options.token_positions(L))
         allowed, dropout = self._mask_and_dropout(options)
         if options.parallel is not None:
+            if self._share is not None and dropout:
+                raise NotImplementedError(
+                    f"dropout: expected 0 with HeadParallel and parallel, got {dropout}"
+                )
             result = self._attend_latents(q, latent, absorb, options, {"mask": allowed, "dropout": dropout})
         elif cache is None:
             result = self._attend(self._qkv(q, latent, absorb), options, allowed, dropout)
