@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings, strategies as st
-from torch import Tensor
 
 from regard import distributed as D, masks as M
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE
-from support.distributed import Sharded, bytes_sent, case, changed_positions, joined, on_rank, single
+from support.distributed import bytes_sent, case, changed_positions, check, joined, on_rank
 from support.ranks import Ranks
-from support.strategies import Case, mask_strategy
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -57,17 +54,6 @@ def layouts(n: int) -> dict[str, D.Layout]:
     }
 
 
-def check(ranks: Ranks, shape: int | tuple[int, int], x: Sharded, tolerance: float = 1e-5) -> list[Tensor]:
-    """Checks all results against a single process: errors relative to the largest element."""
-    got, expected = joined(x, ranks.run(shape, on_rank, x)), single(x)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a == -torch.inf, b == -torch.inf)
-        a, b = (t.masked_fill(t == -torch.inf, 0).double() for t in (a, b))
-        largest = max(float(b.abs().max()), 1.0) if b.numel() else 1.0
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * largest)
-    return got
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", masks())
@@ -75,11 +61,9 @@ def test_equals_a_single_process(ranks: Ranks, name: str, n: int, method: str) -
     cases = zip(layouts(n).items(), ("plain", "alibi", "bias", "relative"), strict=True)
     for i, ((_, layout), settings_name) in enumerate(cases):
         x = case(layout, method, mask=masks()[name], part_bytes=1 + i % 2 * 2**20, **options(settings_name))
-        out, lse, *_ = check(ranks, n, x)
+        got, expected = check(ranks, n, x)
         if method != "ring":
-            expected, expected_lse, *_ = single(x)
-            assert torch.equal(out, expected)
-            assert torch.equal(lse, expected_lse)
+            assert all(torch.equal(a, b) for a, b in zip(got[:2], expected[:2], strict=True))
 
 
 @pytest.mark.parametrize("name", masks())
@@ -100,8 +84,6 @@ def test_dtypes(ranks: Ranks, method: str, dtype: torch.dtype, tolerance: float)
     x = case(
         D.zigzag(L, 3), method, dtype=dtype, mask=M.Causal(), sink=sink, dropout=0.2, seed=3, part_bytes=1
     )
-    if dtype is torch.float64:
-        x.dlse = x.dlse.double()
     check(ranks, 3, x, tolerance)
 
 
@@ -117,21 +99,6 @@ def test_cross_attention_with_two_layouts(ranks: Ranks, method: str) -> None:
     check(ranks, 3, case(layout, method, mask=M.Causal() | M.Prefix(11), bias=bias))
     offsets = torch.tensor([11, 60])
     check(ranks, 3, case(layout, method, mask=M.sliding(40), offset=offsets, bias=Alibi.standard(4)))
-
-
-@pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
-@given(mask_strategy(sizes=(1, 3, 7, 17, 40), batches=((2,),)), st.data())
-def test_every_mask(ranks: Ranks, method: str, generated: Case, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, min(4, generated.heads) if method == "ulysses" else 4))
-    kinds = st.sampled_from([D.contiguous, D.zigzag, lambda L, n: D.striped(L, n, 3)])
-    layout = (data.draw(kinds)(generated.Lq, n), data.draw(kinds)(generated.Lk, n))
-    x = case(
-        layout, method, Hq=generated.heads, Hkv=generated.heads, mask=generated.mask, offset=generated.offset,
-        dropout=data.draw(st.sampled_from((0.0, 0.4))), seed=9,
-        part_bytes=data.draw(st.sampled_from((1, 2**20))),
-    )  # fmt: skip
-    check(ranks, n, x)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "usp"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import distributed as D
+from regard._call.spec import compute_dtype
 from regard.distributed import _group, _travel
 from regard.distributed.layouts import in_order
 from regard.scores import Alibi, RelativeBias
 
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
+QKV_RESULTS = 5  # out, the LSE and the gradients of q, k and v come first in lists of results
 FAULT_TIMEOUT = 8.0  # seconds: the time-out of the process group in tests of faults
 
 
@@ -46,7 +51,7 @@ def case(
         for H, x, n in ((Hq, q_layout, D), (Hkv, k_layout, D), (Hkv, k_layout, Dv))
     )
     dout = torch.randn(B, Hq, q_layout.L, Dv).to(dtype)
-    dlse = torch.randn(B, Hq, q_layout.L)
+    dlse = torch.randn(B, Hq, q_layout.L).to(compute_dtype(dtype))
     return Sharded(q, k, v, dout, dlse, layout, method, options, part_bytes)
 
 
@@ -75,7 +80,7 @@ def single(x: Sharded) -> list[Tensor]:
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
     out, lse = regard.attention(q, k, v, **options, return_lse=True)
     finite = lse.masked_fill(lse == -torch.inf, 0)
-    loss = (out.float() * x.dout.float()).sum() + (finite * x.dlse).sum()
+    loss = (out.to(finite) * x.dout.to(finite)).sum() + (finite * x.dlse).sum()
     grads = torch.autograd.grad(loss, (q, k, v, *leaves), allow_unused=True, materialize_grads=True)
     return [out.detach(), lse.detach(), *grads]
 
@@ -91,7 +96,7 @@ def on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     out, lse = D.attention(q, k, v, mesh=mesh, layout=x.layout, method=x.method, **options, return_lse=True)
     finite = lse.masked_fill(lse == -torch.inf, 0)
-    loss = (out.float() * dout.float()).sum() + (finite * dlse).sum()
+    loss = (out.to(finite) * dout.to(finite)).sum() + (finite * dlse).sum()
     grads = torch.autograd.grad(loss, (q, k, v, *leaves), allow_unused=True, materialize_grads=True)
     return [out.detach(), lse.detach(), *grads]
 
@@ -101,7 +106,27 @@ def joined(x: Sharded, results: list[list[Tensor]]) -> list[Tensor]:
     q_layout, k_layout = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
     layouts = (q_layout, q_layout, q_layout, k_layout, k_layout)
     whole = [in_order([r[i] for r in results], layout, 2) for i, layout in enumerate(layouts)]
-    return whole + [torch.stack(parts).sum(0) for parts in zip(*(r[5:] for r in results), strict=True)]
+    return whole + [
+        torch.stack(parts).sum(0) for parts in zip(*(r[QKV_RESULTS:] for r in results), strict=True)
+    ]
+
+
+def check(
+    ranks: Ranks, shape: int | tuple[int, int], x: Sharded, tolerance: float = 1e-5, of_sums: float = 1
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Checks all results against a single process: errors relative to the largest element.
+
+    Errors of gradients of biases and sinks, sums whose terms may cancel, may be `of_sums` times as
+    large. Returns the results of the ranks, joined, and those of the single process.
+    """
+    got, expected = joined(x, ranks.run(shape, on_rank, x)), single(x)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        tolerance *= of_sums if i == QKV_RESULTS else 1
+        assert torch.equal(a == -torch.inf, b == -torch.inf)
+        a, b = (t.masked_fill(t == -torch.inf, 0).double() for t in (a, b))
+        largest = max(float(b.abs().max()), 1.0) if b.numel() else 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * largest)
+    return got, expected
 
 
 def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:

@@ -114,6 +114,12 @@ def preference(device: torch.device) -> tuple[str, ...]:
     return BACKENDS if core.reason_unavailable() is None else BACKENDS[1:]
 
 
+def runs_kernels(impl: str, device: torch.device) -> bool:
+    """Returns whether the native kernels run every call of attention on a device with `impl`."""
+    name = preference(device)[0] if impl == "auto" else impl
+    return name == "native" and device.type == "cpu" and core.reason_unavailable() is None
+
+
 def check_name(name: object, argument: str, *other_names: str) -> None:
     """Checks that `name` is a backend or one of `other_names`.
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .._backends.dispatch import check_name
+from .._backends.dispatch import check_name, runs_kernels
+from .._backends.native import core
 from .._call import check
 from .._call.spec import DTYPES, Options, learned
 from ..masks import Mask
@@ -25,6 +27,7 @@ from .layouts import Layout, as_pair, contiguous
 from .plan import METHODS
 
 VARIABLE = "REGARD_DISTRIBUTED_DEBUG"
+MOST_MASKS = 16
 _masks: dict[Mask, Mask] = {}  # equal masks of repeated calls become one object
 
 
@@ -80,7 +83,10 @@ def agree(
     try:
         if error is not None:
             raise error
+        refuse_dtensors(q=q, k=k, v=v, mask=options.mask, bias=learned(options.bias), sink=options.sink)
         options = _checked(q, k, v, options, method, impl, len(groups))
+        if not latent:
+            _check_ring(method, impl, q.device, len(groups))
         layouts = layouts_of(layout, ranks, rank, q, k)
         header = _header(q, k, v, options, layouts, method, impl, debug)
         seed = check.as_seed(options.seed, options.dropout)
@@ -116,9 +122,29 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, imp
     mask, offset = check.as_mask(options.mask), check.as_offset(options.offset)
     if mask is not None:
         mask = _masks.setdefault(mask, mask)
-        if len(_masks) > 64:
+        if len(_masks) > MOST_MASKS:
             _masks.clear()
     return options._replace(mask=mask, offset=offset)
+
+
+def _check_ring(method: str, impl: str, device: torch.device, dims: int) -> None:
+    """Checks that the native kernels run, whose partial results a ring of keys and values merges."""
+    method = "usp" if dims == 2 else method
+    if method in ("ring", "usp") and not runs_kernels(impl, device):
+        got = core.reason_unavailable() or f"{impl!r} with tensors on {device}"
+        raise NotImplementedError(
+            f"impl: expected the native kernels for method={method!r}, which merges their partial results, "
+            f"got {got}; method='gather' and 'ulysses' run with every backend"
+        )
+
+
+def refuse_dtensors(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: expected a plain tensor, because mesh and layout say what each rank holds, got a "
+                f"DTensor; write {name}.to_local() for a shard, {name}.full_tensor() for the whole"
+            )
 
 
 def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -68,6 +68,7 @@ def agree_linear(
     header, debug = LinearHeader(), ranks.in_debug_mode(debug)
     count, rank = ranks.place(groups)
     try:
+        ranks.refuse_dtensors(q=q, k=k, v=v, log_decay=options.log_decay, beta=options.beta)
         ranks.check_shards(q, k, v)
         call = check(*_features(feature_map, q, k), v, scale, options._replace(lengths=None))
         backend = select("linear", call, impl)

@@ -29,8 +29,11 @@ PANELS = 64  # rows: a multiple of every panel's rows, and more than the decode 
 MAX_STEP = 64  # larger dilations do not align windows
 
 
-def gather(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def gather(
+    call: DistributedCall, groups: list[Group], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns this rank's shards of out and the LSE."""
+    (group,) = groups
     k, v = Gathered.apply(Schedule(call, group), k, v)  # type: ignore[no-untyped-call]
     return on_windows(call, group, q, k, v)
 
@@ -68,7 +71,20 @@ class Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *(_own_runs(ctx.schedule, grad) for grad in grads)
+        return None, *Returned.apply(ctx.schedule, *grads)  # type: ignore[no-untyped-call]
+
+
+class Returned(Function):
+    """Maps the gradients of `Gathered` to those of this rank's keys and values, and is linear, too."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.schedule = schedule
+        return tuple(_own_runs(schedule, grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *tensors: Tensor) -> tuple[Any, ...]:
+        return None, *Gathered.apply(ctx.schedule, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _all_runs(schedule: Schedule, x: Tensor) -> Tensor:

@@ -68,12 +68,12 @@ class Transfer(NamedTuple):
 
     def wait(self) -> None:
         for work, peer in zip(self.works, self.peers, strict=True):
-            with _named(self.group, peer):
+            with named(self.group, peer):
                 work.wait()
 
 
 @contextlib.contextmanager
-def _named(group: Group, peer: str) -> Iterator[None]:
+def named(group: Group, peer: str) -> Iterator[None]:
     """Adds the ranks to the error of a peer that died or did not answer within the time-out."""
     try:
         yield
@@ -104,7 +104,7 @@ def start(
             sent_bytes += x.nbytes if call is dist.isend else 0
     if not operations:
         return Transfer(group, [], [], [])
-    with _named(group, " or ".join(sorted(set(peers)))):
+    with named(group, " or ".join(sorted(set(peers)))):
         works = dist.batch_isend_irecv(operations)
     if len(works) != len(peers):  # a backend that coalesces returns one handle
         peers = [", ".join(peers)] * len(works)
@@ -123,7 +123,7 @@ def swap(group: Group, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> li
 
 
 class Swap(Function):
-    """`swap`, with gradients: the gradient of each tensor comes back from the rank it went to."""
+    """`swap`, with gradients: the gradient of each tensor comes back from the rank that it went to."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, shapes: Sequence[Shape], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -134,12 +134,20 @@ class Swap(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *swap(ctx.group, grads, ctx.shapes)
+        return None, None, *swapped(ctx.group, grads, ctx.shapes)
 
 
 def swapped(group: Group, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """Differentiable `swap`."""
+    if not torch.is_grad_enabled():
+        return tuple(swap(group, tensors, shapes))
     return Swap.apply(group, shapes, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def refuse_second_derivatives(method: str) -> None:
+    """Raises if autograd records a backward pass, which would leave out the exchanges of the ranks."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"create_graph: expected False with {method}, got True")
 
 
 def send(group: Group, peer: int, x: Tensor) -> Transfer:
@@ -159,23 +167,6 @@ def wait(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-class Summed(Function):
-    """Maps a tensor of each rank of a mesh to their sum, on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, groups: list[Group], x: Tensor) -> Tensor:
-        ctx.groups = groups
-        total = x.clone(memory_format=torch.contiguous_format)
-        for group in groups:
-            with _named(group, "the other ranks' terms of a sum"):
-                dist.all_reduce(total, group=group.process_group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, Summed.apply(ctx.groups, grad)  # type: ignore[no-untyped-call]
-
-
 def all_headers(group: Group, header: Sequence[int]) -> list[list[int]]:
     """Returns the integers that each rank passes, in the order of the ranks."""
     if group.size == 1:
@@ -185,6 +176,6 @@ def all_headers(group: Group, header: Sequence[int]) -> list[list[int]]:
         device = torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(header, dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size)]
-    with _named(group, "the other ranks to begin the same call"):
+    with named(group, "the other ranks to begin the same call"):
         dist.all_gather(every, mine, group=group.process_group)
     return [x.tolist() for x in every]

@@ -135,7 +135,7 @@ def usp_latents(
     ) -> tuple[Tensor, Tensor]:
         return gather_latents(call, groups[0], q, keys[0], expand.of_heads(heads))
 
-    return in_groups(call, groups[0], groups[1], q, [latent], attend_outer)
+    return in_groups(call, groups, q, [latent], attend_outer)
 
 
 def run_latents(

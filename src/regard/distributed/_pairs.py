@@ -41,13 +41,21 @@ class PairCounter(NamedTuple):
 
     def pairs(self, queries: Run, keys: Run) -> int:
         """Returns the number of visible pairs, over all samples and heads."""
-        return _count(self, queries, keys)
+        counts = _counts(self)
+        if (queries, keys) not in counts:
+            counts[queries, keys] = _count(self, queries, keys)
+        return counts[queries, keys]
 
     def visible(self, queries: Run, keys: Run) -> bool:
         return self.pairs(queries, keys) > 0
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=32)  # few, because they keep the tensors of masks alive
+def _counts(call: PairCounter) -> dict[tuple[Run, Run], int]:
+    """Returns the memory of the pairs in rectangles that have been counted."""
+    return {}
+
+
 def _count(call: PairCounter, queries: Run, keys: Run) -> int:
     rows, columns = queries[1] - queries[0], keys[1] - keys[0]
     if call.mask is None or rows * columns == 0:

@@ -18,7 +18,7 @@ from .._call.layout import ordered_like
 from .._call.spec import compute_dtype
 from ..scores import Alibi, RelativeBias
 from ._call import DistributedCall, bias_of_heads, of_heads
-from ._group import Group
+from ._group import Group, all_headers, refuse_second_derivatives
 from ._ring_backward import RingBackward
 from ._travel import Part, Schedule, Travel, local_rows, parts
 
@@ -55,7 +55,7 @@ class Accumulator:
     def add_sink(self, sink: Tensor) -> None:
         """Adds the sink (H,), a key with a value of zeros."""
         logits = sink.to(self.total.dtype)[None, :, None].expand_as(self.total) * LOG2_E
-        shift = logits.ceil()
+        shift = logits.ceil().clamp_min(LOWEST)  # of a sink -inf, which adds nothing
         zeros = self.out.new_zeros(()).expand_as(self.out)
         self.add(slice(None), zeros, None, shift, torch.exp2(logits - shift))
 
@@ -64,7 +64,7 @@ class Ring(Function):
     """Maps a rank's shards (q, k, v, bias, by_head, sink) to its shards of out and the LSE."""
 
     @staticmethod
-    def forward(ctx: Any, schedule: Schedule, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, schedule: Schedule, groups: list[Group], *inputs: Any) -> tuple[Tensor, Tensor]:
         q, k, v, *_, _sink = inputs
         shape = (*q.shape[:3], v.shape[3])
         out = q.new_empty_strided(shape, ordered_like(q.stride(), shape))
@@ -78,11 +78,7 @@ class Ring(Function):
             rounded = out[:, part.heads].copy_(result.out)
             if residual is not None:
                 residual[:, part.heads] = result.out - rounded
-        if overflows:  # after the last step, so that the other ranks do not wait for this one
-            raise FloatingPointError(
-                "regard.distributed: expected scores in the range of the compute type, got larger ones, "
-                "whose partial results the ring cannot merge; use method='gather' or 'ulysses'"
-            )
+        _check_overflow(groups, overflows)
         lse = _lse(stats)
         ctx.schedule = schedule
         ctx.set_materialize_grads(False)
@@ -91,9 +87,10 @@ class Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivatives("method='ring'")
         saved = ctx.saved_tensors
         dout = torch.zeros_like(saved[6]) if dout is None else dout
-        return None, *RingBackward(ctx.schedule, saved, dout, dlse, ctx.needs_input_grad[1:]).run()
+        return None, None, *RingBackward(ctx.schedule, saved, dout, dlse, ctx.needs_input_grad[2:]).run()
 
 
 def _part(part: Part, travel: Travel, inputs: tuple[Any, ...], stats: Tensor) -> Accumulator:
@@ -116,14 +113,30 @@ def _part(part: Part, travel: Travel, inputs: tuple[Any, ...], stats: Tensor) ->
     return result
 
 
+def _check_overflow(groups: list[Group], overflows: bool) -> None:
+    """Raises on all ranks of the groups if a score of one rank overflows."""
+    for group in groups:
+        overflows = any(flag for (flag,) in all_headers(group, [overflows]))
+    if overflows:
+        raise FloatingPointError(
+            "q, k: expected scores in the range of the compute type on all ranks with method='ring', got "
+            "larger ones, whose partial results cannot be merged; use method='gather' or 'ulysses'"
+        )
+
+
 def _lse(stats: Tensor) -> Tensor:
     shift, total = stats
     lse: Tensor = (shift * LN_2).add_(total.log())
     return lse.masked_fill_(total == 0, -torch.inf)
 
 
-def ring(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns this rank's shards of out and the LSE."""
+def ring(
+    call: DistributedCall, groups: list[Group], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns this rank's shards of out and the LSE.
+
+    The ranks of the first group form the ring. The others are the groups of the other mesh dims.
+    """
     bias = call.options.bias
     by_head = None
     if isinstance(bias, Alibi):
@@ -133,4 +146,4 @@ def ring(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -
         by_head = bias.in_dtype(compute_dtype(q.dtype)).by_distance(-far, far)
     tensor = bias if isinstance(bias, Tensor) else None
     inputs = (q, k, v, tensor, by_head, call.options.sink)
-    return Ring.apply(Schedule(call, group), *inputs)  # type: ignore[no-any-return,no-untyped-call]
+    return Ring.apply(Schedule(call, groups[0]), groups, *inputs)  # type: ignore[no-any-return,no-untyped-call]

@@ -150,7 +150,9 @@ class PartBackward:
         out = self.out.to(dtype) if self.residual is None else self.out.to(dtype) + self.residual
         delta = (self.dout.to(dtype) * out).sum(-1)
         delta = delta if self.dlse is None else delta - self.dlse
-        weight = torch.exp(sink.to(dtype)[None, :, None] - self.lse)
+        # A row without keys whose sink is -inf has weights of zero and the LSE -inf.
+        lse = self.lse.masked_fill(self.lse == -torch.inf, 0)
+        weight = torch.exp(sink.to(dtype)[None, :, None] - lse)
         grad: Tensor = -(weight * delta).sum((0, 2))
         return grad
 

@@ -19,7 +19,7 @@ from .._autograd.linear import gradients, run_saving
 from .._backends.native.linear import LinearSaved
 from .._call.layout import ordered_like
 from .._call.linear import LinearCall, LinearOptions, LinearState, check
-from ._group import Group, receive, send, wait
+from ._group import Group, receive, refuse_second_derivatives, send, wait
 from ._pairs import Run
 from ._travel import local_rows
 from .layouts import Layout, even
@@ -184,6 +184,7 @@ class StatePass(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dend: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivatives("causal linear attention over processes")
         saved = ctx.saved_tensors  # read once: under checkpointing each access recomputes forward
         x, scan, sends = LinearShards(*saved[:INPUTS]), ctx.scan, []
         grads: list[Any] = [

@@ -1,4 +1,9 @@
-"""Sums over the ranks of a group, with gradients of every order."""
+"""Sums over the ranks of a group, with gradients of every order.
+
+Both functions are linear, and each is the gradient of the other. Which one a caller needs depends
+on the loss: `summed` if all ranks compute the same loss from the sum, and `replicated` of the sum
+if the loss is the sum of the ranks' losses.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ._group import Group, _named
+from ._group import Group, named
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -34,7 +39,7 @@ class Sum(Function):
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
         if group.size > 1:
-            with _named(group, "the other ranks to add their part of a layer"):
+            with named(group, "the other ranks' terms of a sum"):
                 dist.all_reduce(total, group=group.process_group)
         return total
 

@@ -43,8 +43,11 @@ def head_shares(Hq: int, Hkv: int, ranks: int, hint: str = "") -> list[tuple[Run
 Inner = Callable[[Tensor, list[Tensor], Run, Run], tuple[Tensor, Tensor]]
 
 
-def ulysses(call: DistributedCall, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ulysses(
+    call: DistributedCall, groups: list[Group], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns this rank's shards of out and the LSE."""
+    (group,) = groups
 
     def inner(q: Tensor, keys: list[Tensor], heads: Run, _: Run) -> tuple[Tensor, Tensor]:
         k, v = keys
@@ -89,25 +92,26 @@ def _to_tokens(group: Group, layout: Layout, x: Tensor, heads: list[Run]) -> Ten
     return torch.cat(swapped(group, [take(x, runs, 2) for runs in layout.runs], shapes), 1)
 
 
-def usp(
-    call: DistributedCall, outer: Group, inner_group: Group, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Ulysses among the ranks of `inner_group`, a ring among those of `outer`."""
+def usp(call: DistributedCall, groups: list[Group], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A ring among the ranks of the first group, Ulysses among those of the second."""
 
     def attend_outer(call: DistributedCall, q: Tensor, keys: list[Tensor], _: Run) -> tuple[Tensor, Tensor]:
-        return ring(call, outer, q, *keys)
+        return ring(call, groups, q, *keys)
 
-    return in_groups(call, outer, inner_group, q, [k, v], attend_outer)
+    return in_groups(call, groups, q, [k, v], attend_outer)
 
 
 AttendOuter = Callable[[DistributedCall, Tensor, list[Tensor], Run], tuple[Tensor, Tensor]]
 
 
 def in_groups(
-    call: DistributedCall, outer: Group, inner_group: Group, q: Tensor, keys: list[Tensor],
-    attend_outer: AttendOuter,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Exchanges tokens for heads in `inner_group`. `attend_outer` gets the call of this rank's heads."""
+    call: DistributedCall, groups: list[Group], q: Tensor, keys: list[Tensor], attend_outer: AttendOuter
+) -> tuple[Tensor, Tensor]:
+    """Exchanges tokens for heads in the second group.
+
+    `attend_outer` gets the call of this rank's heads, whose tokens the ranks of the first group hold.
+    """
+    outer, inner_group = groups
     size, first = inner_group.size, outer.rank * inner_group.size
     layouts = _local(call.q_layout, first, size), _local(call.k_layout, first, size)
 

@@ -13,15 +13,15 @@ from .._call.spec import Bias, Options
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from ._agree import agree
-from ._call import DistributedCall
 from ._gather import gather
-from ._group import Group, groups_of
+from ._group import groups_of
 from ._ring import ring
 from ._ulysses import ulysses, usp
 from .layouts import Layout
 from .plan import choose_method
 
 Layouts = Layout | tuple[Layout, Layout]
+RUN = {"ring": ring, "gather": gather, "ulysses": ulysses, "usp": usp}
 
 
 @hide_unknown
@@ -88,17 +88,6 @@ def attend_heads(
     call = agree(groups, q, k, v, options, layout, method, impl, debug)
     if part is not None:
         call = replace(call, head=part[0], all_heads=part[1])
-    return _run(call, groups, method, q, k, v)
-
-
-def _run(
-    call: DistributedCall, groups: list[Group], method: str, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    name = (
-        choose_method(call, groups, (q.shape[3], v.shape[3]), q.dtype.itemsize)
-        if method == "auto"
-        else method
-    )
-    if name == "usp":
-        return usp(call, groups[0], groups[1], q, k, v)
-    return {"ring": ring, "gather": gather, "ulysses": ulysses}[name](call, groups[0], q, k, v)
+    if method == "auto":
+        method = choose_method(call, groups, q, v)
+    return RUN[method](call, groups, q, k, v)

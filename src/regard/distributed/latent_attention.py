@@ -12,7 +12,7 @@ from .._call.spec import Options
 from .._tools.arguments import count, describe
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
-from ._agree import agree
+from ._agree import agree, refuse_dtensors
 from ._group import groups_of
 from ._latent import Expansion, run_latents
 from .layouts import Layout
@@ -58,13 +58,14 @@ def latent_attention(
     error: Exception | None = None
     k, v, width = q, q, 0
     try:
+        refuse_dtensors(q=q, latent=latent, up=up)
         expand = _expansion(q, latent, up, rank)
         (k, v), width = expand.like_results(latent[:, None]), latent.shape[2]
     except (TypeError, ValueError) as caught:
         error = caught
     call = agree(groups, q, k, v, options, layout, method, impl, debug, latent=width, error=error)
     if method == "auto":
-        method = choose_method(call, groups, (k.shape[3], v.shape[3]), q.dtype.itemsize)
+        method = choose_method(call, groups, q, v)
     out, _ = run_latents(method, call, groups, q, latent[:, None], expand)
     return out
 

@@ -13,8 +13,9 @@ from .._call.linear import LinearOptions, LinearState
 from .._tools.words import hide_unknown, unknown_keyword
 from ._agree import place
 from ._agree_linear import Agreed, agree_linear
-from ._group import Group, Summed, flat_group, groups_of
+from ._group import Group, flat_group, groups_of
 from ._scan import LinearShards, Scan, StatePass, first_state, packed, pieces, unpacked
+from ._sums import replicated, summed
 from .layouts import Layout, positions
 
 Layouts = Layout | tuple[Layout, Layout]
@@ -91,13 +92,12 @@ def _full(agreed: Agreed, groups: list[Group], impl: str) -> tuple[Tensor, Linea
     if lengths is not None:
         lengths = (positions(layout, place(groups)[1], lengths.device) < lengths[:, None]).sum(1)
     options: dict[str, Any] = {
-        "causal": False,
-        "normalize": call.normalize,
-        "scale": call.scale,
-        "impl": impl,
-    }
+        "causal": False, "normalize": call.normalize, "scale": call.scale, "impl": impl
+    }  # fmt: skip
     _, own = on_one_rank(q[:, :, :0], k, v, lengths=lengths, return_state=True, **options)
-    total = Summed.apply(groups, packed(own)) + packed(first_state(call))  # type: ignore[no-untyped-call]
-    state = unpacked(total, call.normalize)
+    total = packed(own)
+    for group in groups:
+        total = replicated(group, summed(group, total))
+    state = unpacked(total + packed(first_state(call)), call.normalize)
     out = on_one_rank(q, k[:, :, :0], v[:, :, :0], state=state, **options)
     return out, state

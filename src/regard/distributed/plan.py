@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .._backends.native import core
+from .._backends.dispatch import runs_kernels
 from .._call.check import as_mask, as_offset
 from .._call.spec import Options
 from ..masks import Mask
@@ -76,24 +77,23 @@ def plan(
     call = DistributedCall(options, layout, layout, B, Hq, Hq if Hkv is None else Hkv, "auto", latent=latent)
     width = (D, D if Dv is None else Dv)
     if method == "auto":
-        method = _cheapest(call, width, dtype.itemsize)
+        method = _cheapest(call, width, dtype.itemsize, torch.device("cpu"))
     if method not in PLANS:
         raise ValueError(f"method: expected one of auto, {', '.join(PLANS)}, got {method!r}")
     return PLANS[method](call, width, dtype.itemsize)
 
 
-def choose_method(call: DistributedCall, groups: list[Group], width: tuple[int, int], itemsize: int) -> str:
+def choose_method(call: DistributedCall, groups: list[Group], q: Tensor, v: Tensor) -> str:
     """Returns the method for `method="auto"`, the same on all ranks."""
     if len(groups) == 2:
         return "usp"
     if groups[0].size == 1:
         return "gather"
-    return _cheapest(call, width, itemsize)
+    return _cheapest(call, (q.shape[3], v.shape[3]), q.dtype.itemsize, q.device)
 
 
-def _cheapest(call: DistributedCall, width: tuple[int, int], itemsize: int) -> str:
-    has_kernels = call.impl in ("auto", "native") and core.reason_unavailable() is None
-    names = ["ring" if has_kernels else "gather"]
+def _cheapest(call: DistributedCall, width: tuple[int, int], itemsize: int, device: torch.device) -> str:
+    names = ["ring" if runs_kernels(call.impl, device) else "gather"]
     if call.Hq >= call.q_layout.ranks and _heads_divide(call):
         names.append("ulysses")
     return min(names, key=lambda name: _cost(PLANS[name](call, width, itemsize), sum(width)))
