@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 
 from regard import distributed as D, masks as M
 from support import HAVE_CORE
-from support.distributed import FAULT_TIMEOUT, call_with, dies, stalls
+from support.distributed_faults import (
+    TIMEOUT,
+    call_with,
+    dies,
+    overflow,
+    stalls,
+    three_dims,
+    with_dtensors,
+)  # fmt: skip
 from support.ranks import Failure, Ranks
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -39,6 +48,7 @@ DIFFERENT = {
     "bias size": ([9, 8], [{"bias": torch.zeros(9, 9)}], "bias: expected a shape broadcastable"),
     "divided heads": ([9, 8], [{"Hq": 1, "method": "ulysses"}], "mesh: expected at most Hq = 1 ranks"),
     "usp": ([9, 8], [{"method": "usp"}], "mesh: expected two dims (ring, Ulysses) for method='usp', got 1"),
+    "other backend": ([9, 8], [{"method": "ring", "impl": "torch"}], "impl: expected the native kernels for"),
     "unknown": ([9, 8], [{"method": "star"}], "method: expected one of"),
 }  # fmt: skip
 
@@ -83,18 +93,48 @@ def test_mesh_is_a_device_mesh() -> None:
         D.attention(x, x, x, mesh=2)  # type: ignore[arg-type]
 
 
+def test_a_mesh_of_three_dims_raises(ranks: Ranks) -> None:
+    assert all("mesh: expected 2 dim(s), got 3" in x for x in ranks.run(4, three_dims))
+
+
+def test_dtensors_raise(ranks: Ranks) -> None:
+    for messages_of_rank in ranks.run(2, with_dtensors):
+        for name, message in messages_of_rank.items():
+            assert message.startswith(f"TypeError: {name}: expected a plain tensor"), message
+
+
+@pytest.mark.parametrize(("shape", "method"), [(2, "ring"), ((2, 2), "usp")])
+def test_overflow_on_one_rank_raises_on_all(ranks: Ranks, shape: Any, method: str) -> None:
+    """The scores of one row are infinite, which a ring cannot merge. The next call works."""
+    for first, second in ranks.run(shape, overflow, method):
+        assert first.startswith("FloatingPointError: q, k: expected scores in the range of the compute type")
+        assert second == ""
+    for first, second in ranks.run(2, overflow, "gather"):
+        assert (first, second) == ("", "")
+
+
 # Faults: each in a pool of its own, whose processes end
 
 
-@pytest.mark.parametrize("fault", [dies, stalls])
-def test_a_fault_raises_on_the_other_rank_within_the_time_out(fault: Any) -> None:
-    pool = Ranks(2, timeout=FAULT_TIMEOUT)
+@pytest.mark.parametrize(
+    ("fault", "method", "exchange"),
+    [
+        (dies, "gather", 0),  # before the call
+        (dies, "ring", 1),  # in forward, between the comparison of the calls and the first step
+        (dies, "linear", 2),  # in backward
+        (stalls, "ring", 2),  # in backward
+    ],
+)
+def test_a_fault_raises_on_the_other_rank_within_the_time_out(fault: Any, method: str, exchange: int) -> None:
+    pool = Ranks(2, timeout=TIMEOUT)
     try:
         pool.run(2, call_with, [9, 8], [{}])
         for tasks in pool.tasks:
-            tasks.put((2, fault, ()))
+            tasks.put((2, fault, (method, exchange)))
+        begin = time.monotonic()
         outcome = pool.result(0)
         assert isinstance(outcome, Failure)
         assert "regard.distributed: rank 0 of 2 waited for" in str(outcome)
+        assert time.monotonic() - begin < 3 * TIMEOUT
     finally:
         pool.close()

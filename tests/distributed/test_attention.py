@@ -8,9 +8,20 @@ import pytest
 import torch
 
 from regard import distributed as D, masks as M
+from regard.distributed.layouts import in_order
 from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE
-from support.distributed import bytes_sent, case, changed_positions, check, joined, on_rank
+from support.distributed import (
+    bytes_sent,
+    case,
+    changed_positions,
+    check,
+    joined,
+    on_isa,
+    on_rank,
+    second_derivatives,
+    single,
+)  # fmt: skip
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
@@ -172,3 +183,54 @@ def test_a_token_changes_exactly_the_positions_that_the_mask_allows(ranks: Ranks
         assert torch.equal(changed, mask.to_dense(n, n)[..., token].expand(4, n)), (mask, token)
         probes += 1
     assert probes == 50
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_second_derivatives(ranks: Ranks, method: str) -> None:
+    x = case(D.zigzag(60, 2), method, dtype=torch.float64, mask=M.Causal(), dropout=0.2, seed=1)
+    parts = ranks.run(2, second_derivatives, x)
+    for i, expected in enumerate(second_derivatives(None, x)):
+        torch.testing.assert_close(in_order([r[i] for r in parts], x.layout, 2), expected)
+
+
+def test_a_ring_has_no_second_derivatives(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(2, second_derivatives, case(D.zigzag(60, 2), "ring"))
+    assert all("create_graph: expected False with method='ring', got True" in str(x) for x in outcomes)
+
+
+# Values that are not finite
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_in_masked_keys_does_not_reach_results(ranks: Ranks, method: str) -> None:
+    x = case(D.zigzag(90, 2), method, mask=M.Lengths([61, 90]))
+    x.k[0, :, 61:], x.v[0, :, 61:] = torch.nan, torch.inf
+    got, _ = check(ranks, 2, x)
+    assert all(t.isfinite().all() for t in got)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_may_be_infinite(ranks: Ranks, method: str) -> None:
+    sink = torch.tensor([0.5, -torch.inf, 200.0, -torch.inf])
+    got, _ = check(ranks, 2, case(D.zigzag(90, 2), method, mask=M.Causal() & ~M.Prefix(30), sink=sink))
+    assert not any(t.isnan().any() for t in got)
+
+
+# Panels
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_outputs_are_bitwise_those_of_one_process_on_every_instruction_set(
+    ranks: Ranks, isa: str, method: str
+) -> None:
+    """Windows of `gather` begin where panels begin, which have 8, 16 or 32 rows."""
+    masks = (M.Causal(), M.sliding(30) | M.Global([5]), M.Dilated(3), None)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for i, length in enumerate((33, 65, 97, 129, 203)):
+        for n, layout in ((2, D.zigzag), (3, D.contiguous), (4, lambda L, n: D.striped(L, n, 9))):
+            x = case(layout(length, n), method, mask=masks[(i + n) % 4], dtype=dtypes[i % 4])
+            got, expected = joined(x, ranks.run(n, on_isa, isa, x)), single(x)
+            assert all(torch.equal(a, b) for a, b in zip(got[:2], expected[:2], strict=True))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import distributed as D
+from regard._backends.native import core
 from regard._call.spec import compute_dtype
 from regard.distributed import _group, _travel
 from regard.distributed.layouts import in_order
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 QKV_RESULTS = 5  # out, the LSE and the gradients of q, k and v come first in lists of results
-FAULT_TIMEOUT = 8.0  # seconds: the time-out of the process group in tests of faults
 
 
 @dataclass
@@ -137,6 +137,24 @@ def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
     return _group.sent_bytes
 
 
+def on_isa(mesh: DeviceMesh, isa: str, x: Sharded) -> list[Tensor]:
+    """Runs `on_rank` with an instruction set."""
+    with core.use_isa(isa):
+        return on_rank(mesh, x)
+
+
+def second_derivatives(mesh: DeviceMesh | None, x: Sharded) -> list[Tensor]:
+    """Returns the gradients of the squared gradients of q, k and v, of a shard or of the whole call."""
+    shards = [x.q, x.k, x.v]
+    attend: Callable[..., Any] = partial(regard.attention, **x.options)
+    if mesh is not None:
+        shards = [D.shard(t, x.layout, mesh.get_local_rank(), 2) for t in shards]
+        attend = partial(D.attention, mesh=mesh, layout=x.layout, method=x.method, **x.options)
+    leaves = [t.detach().clone().requires_grad_() for t in shards]
+    grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+
+
 def changed_positions(mesh: DeviceMesh, x: Sharded, token: int) -> Tensor:
     """Returns which of this rank's queries change if the key and value of one token change."""
     layout, rank = x.layout, mesh.get_local_rank()
@@ -156,29 +174,6 @@ def unsharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor | None]:
     whole = D.unshard(x, layout, mesh, 1)
     (whole.sum() * (rank + 1)).backward()
     return whole.detach(), x.grad
-
-
-def call_with(mesh: DeviceMesh, lengths: list[int], of_ranks: list[dict[str, Any]]) -> Tensor:
-    """Calls attention with the lengths and options of this rank."""
-    rank = mesh.get_rank()
-    options = {"Hq": 4, "D": 8} | of_ranks[min(rank, len(of_ranks) - 1)]
-    Hq, width = options.pop("Hq"), options.pop("D")
-    torch.manual_seed(rank)
-    q, k, v = (torch.randn(1, Hq, lengths[rank], width) for _ in range(3))
-    return D.attention(q, k, v, mesh=mesh, **options)
-
-
-def dies(mesh: DeviceMesh) -> None:
-    if mesh.get_local_rank() == 1:
-        os._exit(1)
-    call_with(mesh, [9, 8], [{}])
-
-
-def stalls(mesh: DeviceMesh) -> None:
-    if mesh.get_local_rank() == 1:
-        time.sleep(3 * FAULT_TIMEOUT)
-        return
-    call_with(mesh, [9, 8], [{}])
 
 
 def train_example(mesh: DeviceMesh, steps: int) -> list[float]:

@@ -68,12 +68,10 @@ class Ranks:
                     raise Failure(f"rank {rank}: its process ended") from None
 
     def close(self) -> None:
-        for tasks in self.tasks:
-            tasks.put(None)
+        """Ends the processes, also those of ranks that wait for others."""
         for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()
         self.folder.cleanup()
 
 
@@ -93,12 +91,11 @@ def _work(rank: int, world: int, store: str, timeout: float, tasks: Any, results
         if rows * columns <= world:
             ranks = torch.arange(rows * columns).view(rows, columns)
             meshes[rows, columns] = DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "ulysses"))
-    while (task := tasks.get()) is not None:
-        shape, function, args = task
+    while True:
+        shape, function, args = tasks.get()
         faulthandler.dump_traceback_later(STUCK, exit=True)
         try:
             results.put(function(meshes[shape], *args))
         except BaseException as error:
             results.put(Failure(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()
