@@ -12,19 +12,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import command
 import torch
 import torch.nn.functional as F
-from checks import WrongResult
 from measure import best_times
-from processes import Processes
+from processes import Processes, agree, run_benchmark
 from report import milliseconds
 from torch import Tensor
 
 import regard
 from regard import distributed as D
 
-LIMIT = 1e-5  # largest relative error against the single process
 WORKS = ("forward", "forward and backward")
 FORMS: dict[str, dict[str, Any]] = {
     "normalised": {"feature_map": "elu+1", "normalize": True},
@@ -35,16 +32,7 @@ LAYOUTS: dict[str, Callable[[int, int], D.Layout]] = {"contiguous": D.contiguous
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.parser(__doc__, 60.0, "table")
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--heads", type=int, default=8)
-    options = parser.parse_args(arguments)
-    session = command.Session(options)
-    with Processes(options.threads) as processes:
-        print("\n".join(table(options, processes)))
-    shape = f"1, {options.heads}, {options.tokens}, 64"
-    print(session.closing(f"{shape}, float32; {options.threads} processes of one thread"))
-    return 0
+    return run_benchmark(__doc__, arguments, table, "")
 
 
 def table(options: argparse.Namespace, processes: Processes) -> list[str]:
@@ -53,9 +41,10 @@ def table(options: argparse.Namespace, processes: Processes) -> list[str]:
         for work in WORKS:
             single = partial(results, regard.linear_attention, inputs(*sizes), form, work)
             calls[form, "one process", work] = single
-            for layout in LAYOUTS:
-                agree(single(), processes.run(shards, form, layout, work, *sizes), layout)
-                calls[form, layout, work] = partial(processes.run, timed, form, layout, work, *sizes)
+            for name, make in LAYOUTS.items():
+                of_ranks = processes.run(shards, form, name, work, *sizes)
+                agree(f"{form}, {name}, {work}", make(options.tokens, len(of_ranks)), single(), of_ranks)
+                calls[form, name, work] = partial(processes.run, timed, form, name, work, *sizes)
     best = best_times(calls, options.seconds)
     lines = [f"| {options.threads} ranks | " + " | ".join(f"{work} | ratio" for work in WORKS) + " |"]
     lines.append("|---|" + "---:|" * 2 * len(WORKS))
@@ -65,17 +54,6 @@ def table(options: argparse.Namespace, processes: Processes) -> list[str]:
             shown = " | ".join(f"{milliseconds(time)} | {time / one:.2f}" for time, one in times)
             lines.append(f"| {form}, {name} | {shown} |")
     return lines
-
-
-def agree(expected: Sequence[Tensor], of_ranks: list[list[Tensor]], name: str) -> None:
-    """Raises WrongResult if the shards of a rank differ from the single process."""
-    for rank, shares in enumerate(of_ranks):
-        layout = LAYOUTS[name](expected[0].shape[2], len(of_ranks))
-        for got, whole in zip(shares, expected, strict=True):
-            share = D.shard(whole, layout, rank, 2)
-            error = float((got - share).norm() / share.norm())
-            if not error < LIMIT:
-                raise WrongResult(f"{name}: relative error {error:.1e} on rank {rank}")
 
 
 def inputs(heads: int, L: int) -> list[Tensor]:

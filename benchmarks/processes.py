@@ -1,18 +1,26 @@
-"""Processes of a one-dimensional gloo mesh that run functions for a benchmark."""
+"""Processes of a one-dimensional gloo mesh that run functions for a benchmark, and such benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import command
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from checks import WrongResult
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+from regard import distributed
+
+LIMIT = 1e-5  # largest relative error against the single process
 
 
 class Processes:
@@ -75,3 +83,37 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except Exception:
             connection.send(_Error(traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def run_benchmark(
+    doc: str | None, arguments: Sequence[str] | None, table: Callable[..., list[str]], call: str,
+    configure: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> int:  # fmt: skip
+    """Prints the table of a benchmark that compares processes of one thread with one process.
+
+    `table` gets the options of the command line and the processes. `call` describes the calls.
+    """
+    parser = command.parser(doc, 60.0, "table")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--heads", type=int, default=8)
+    if configure is not None:
+        configure(parser)
+    options = parser.parse_args(arguments)
+    session = command.Session(options)
+    with Processes(options.threads) as processes:
+        print("\n".join(table(options, processes)))
+    shape = f"{call}1, {options.heads}, {options.tokens}, 64"
+    print(session.closing(f"{shape}, float32; {options.threads} processes of one thread"))
+    return 0
+
+
+def agree(
+    name: str, layout: distributed.Layout, expected: Sequence[Tensor], of_ranks: Sequence[Sequence[Tensor]]
+) -> None:
+    """Raises WrongResult if the shards of a rank differ from the single process."""
+    for rank, shares in enumerate(of_ranks):
+        for got, whole in zip(shares, expected, strict=True):
+            share = distributed.shard(whole, layout, rank, 2)
+            error = float((got - share).norm() / share.norm())
+            if not error < LIMIT:
+                raise WrongResult(f"{name}: relative error {error:.1e} on rank {rank}")

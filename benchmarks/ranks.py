@@ -14,18 +14,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import command
 import torch
-from checks import WrongResult
 from measure import best_times
-from processes import Processes
+from processes import Processes, agree, run_benchmark
 from report import milliseconds
 from torch import Tensor
 
 import regard
 from regard import distributed as D, masks as M
 
-LIMIT = 1e-5  # largest relative error against the single process
 WORKS = ("forward", "forward and backward")
 
 
@@ -51,17 +48,10 @@ ROWS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.parser(__doc__, 60.0, "table")
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows of the table")
-    options = parser.parse_args(arguments)
-    session = command.Session(options)
-    with Processes(options.threads) as processes:
-        print("\n".join(table(options, processes)))
-    shape = f"1, {options.heads}, {options.tokens}, 64"
-    print(session.closing(f"causal, {shape}, float32; {options.threads} processes of one thread"))
-    return 0
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows of the table")
+
+    return run_benchmark(__doc__, arguments, table, "causal, ", configure)
 
 
 def table(options: argparse.Namespace, processes: Processes) -> list[str]:
@@ -72,7 +62,8 @@ def table(options: argparse.Namespace, processes: Processes) -> list[str]:
         for name in options.only:
             row = ROWS[name]
             processes.run(prepare, row, *sizes)
-            agree(name, row.make_layout(options.tokens, options.threads), single(), processes, work)
+            layout = row.make_layout(options.tokens, options.threads)
+            agree(f"{name}, {work}", layout, single(), processes.run(shards, row, work))
             calls[work, name] = partial(processes.run, timed, row, work)
     best = best_times(calls, options.seconds)
     lines = [f"| {options.threads} ranks | " + " | ".join(f"{work} | ratio" for work in WORKS) + " |"]
@@ -84,17 +75,6 @@ def table(options: argparse.Namespace, processes: Processes) -> list[str]:
         ]
         lines.append(f"| {name} | " + " | ".join(times) + " |")
     return lines
-
-
-def agree(name: str, layout: D.Layout, expected: Sequence[Tensor], processes: Processes, work: str) -> None:
-    """Raises WrongResult if the joined shards of all ranks differ from the single process."""
-    results = processes.run(shards, ROWS[name], work)
-    for rank, shares in enumerate(results):
-        for got, whole in zip(shares, expected, strict=True):
-            share = D.shard(whole, layout, rank, 2)
-            error = float((got - share).norm() / share.norm())
-            if not error < LIMIT:
-                raise WrongResult(f"{name}, {work}: relative error {error:.1e} on rank {rank}")
 
 
 def inputs(heads: int, L: int) -> list[Tensor]:
