@@ -16,6 +16,7 @@ from support.distributed import (
     case,
     changed_positions,
     check,
+    events_of_ring,
     joined,
     on_isa,
     on_rank,
@@ -155,6 +156,11 @@ def test_no_byte_travels_for_documents_of_one_rank(ranks: Ranks) -> None:
     causal = case(D.contiguous(200, 4), "ring", mask=M.Causal())
     row = 2 * 2 * (16 + 24) * 4
     assert ranks.run(4, bytes_sent, causal) == [3 * 50 * row, 2 * 50 * row, 50 * row, 0]
+
+
+def test_the_next_block_travels_while_a_rank_computes(ranks: Ranks) -> None:
+    for events in ranks.run(3, events_of_ring, case(D.contiguous(90, 3), "ring")):
+        assert events == ["start", "compute", "wait", "start", "compute", "wait", "compute"]
 
 
 # Leaks

@@ -99,6 +99,11 @@ def test_cut_of_heads(case: Case, data: st.DataObject) -> None:
     mask = cut_mask(case.mask, (0, case.Lq), (0, case.Lk), case.Lq, case.Lk, (h0, h1))
     part = case._replace(mask=mask, heads=h1 - h0)
     assert torch.equal(part.dense(), case.dense()[:, h0:h1])
+    inner, (q0, q1, k0, k1) = cut_of(part, data)
+    assert torch.equal(inner.dense(), part.dense()[..., q0:q1, k0:k1])
+    combined, (q0, q1, k0, k1) = cut_of(part._replace(mask=mask & ~M.Dilated(2)), data)
+    allowed = part._replace(mask=~M.Dilated(2)).dense() & part.dense()
+    assert torch.equal(combined.dense(), allowed[..., q0:q1, k0:k1])
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,15 @@ def test_cut_of_heads(case: Case, data: st.DataObject) -> None:
 def test_cut_names_an_invalid_rectangle(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         M.Documents([0] * 8).cut(*arguments)
+
+
+def test_cut_of_heads_has_the_size_of_its_rectangle() -> None:
+    """Masks of distances are the same in every rectangle, but not a mask of the heads of one call."""
+    heads = cut_mask(M.PerHead([M.Causal(), M.Window(0, 0)]), (0, 8), (0, 6), 8, 6, (0, 1))
+    for mask in (heads, heads & M.Causal()):
+        mask.cut(2, 6, 1, 4).check((1,), 1, 4, 3)
+        with pytest.raises(ValueError, match="expected a call with Lq = 4, got 8"):
+            mask.cut(2, 6, 1, 4).check((1,), 1, 8, 6)
 
 
 def test_cut_of_random_blocks_needs_the_length() -> None:

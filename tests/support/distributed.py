@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import distributed as D
-from regard._backends.native import core
+from regard._backends.native import attention as native, core
 from regard._call.spec import compute_dtype
 from regard.distributed import _group, _travel
 from regard.distributed.layouts import in_order
@@ -135,6 +136,27 @@ def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
     _group.sent_bytes, _travel.PART_BYTES = 0, x.part_bytes
     D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
     return _group.sent_bytes
+
+
+def events_of_ring(mesh: DeviceMesh, x: Sharded) -> list[str]:
+    """Returns the order in which a rank starts transfers, waits for them, and computes."""
+    events: list[str] = []
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return function(*arguments)
+
+        return call
+
+    with (
+        mock.patch.object(_travel, "start", recorded("start", _travel.start)),
+        mock.patch.object(_group.Transfer, "wait", recorded("wait", _group.Transfer.wait)),
+        mock.patch.object(native, "forward_saving", recorded("compute", native.forward_saving)),
+    ):
+        shards = (D.shard(t, x.layout, mesh.get_local_rank(), 2) for t in (x.q, x.k, x.v))
+        D.attention(*shards, mesh=mesh, layout=x.layout, method="ring", **x.options)
+    return events
 
 
 def on_isa(mesh: DeviceMesh, isa: str, x: Sharded) -> list[Tensor]:

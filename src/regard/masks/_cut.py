@@ -98,7 +98,7 @@ def cut(
     Lq = _length("Lq", "q1", mask, Lq, q1, 0)
     Lk = _length("Lk", "k1", mask, Lk, k1, 1)
     h0, n_heads = (0, 0) if heads is None else (heads[0], heads[1] - heads[0])
-    if mask.kinds == {MaskKind.DISTANCE} and not (heads and any(_is_by_head(x) for x in _all(mask))):
+    if mask.kinds == {MaskKind.DISTANCE} and not any(_is_of_call(x, heads) for x in _all(mask)):
         return mask  # distances are the same in every rectangle
     if isinstance(mask, Cut):
         h0, q0, k0 = mask.head + h0, mask.query + q0, mask.key + k0
@@ -146,5 +146,6 @@ def _all(mask: Mask) -> Iterator[Mask]:
         yield from _all(child)
 
 
-def _is_by_head(mask: Mask) -> bool:
-    return mask._op is Op.PERHEAD
+def _is_of_call(mask: Mask, heads: tuple[int, int] | None) -> bool:
+    """Returns whether a mask of distances is that of one size, or changes if heads are selected."""
+    return isinstance(mask, Cut) or (heads is not None and mask._op is Op.PERHEAD)
