@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-TIMEOUT = 60.0  # seconds until a rank gives up waiting for another
+TIMEOUT = 120.0  # seconds until a rank gives up waiting for another
 STUCK = 300  # seconds after which a task prints its stack and ends its process
 POLL = 1.0  # seconds between checks that a process lives
 
@@ -79,7 +79,7 @@ def _work(rank: int, world: int, store: str, timeout: float, tasks: Any, results
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=datetime.timedelta(seconds=TIMEOUT),
     )  # fmt: skip
     meshes: dict[Any, DeviceMesh] = {}
     for n in range(1, world + 1):
