@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
-TIMEOUT = 120.0  # seconds until a rank gives up waiting for another
+TIMEOUT = 240.0  # seconds until a rank gives up waiting for another
 STUCK = 300  # seconds after which a task prints its stack and ends its process
 POLL = 1.0  # seconds between checks that a process lives
 
