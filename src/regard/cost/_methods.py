@@ -24,10 +24,10 @@ class Link:
     """The network link of a rank, which sends and receives at the same time.
 
     A rank handles its messages one after the other. Each takes `latency` and its bytes / `bandwidth`.
-    The defaults are those of Ethernet with 10 Gbit/s.
+    The defaults are those of Ethernet with 25 Gbit/s.
     """
 
-    bandwidth: float = 1.25e9  # bytes/s in each direction
+    bandwidth: float = 3.125e9  # bytes/s in each direction
     latency: float = 50e-6  # seconds
 
     def __post_init__(self) -> None:
@@ -60,6 +60,10 @@ class RanksCost:
     communication: float  # seconds, if nothing overlapped
     seconds: float  # of the call
     memory_bytes: int  # of tensors at the peak of the forward pass, q, k and v included
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh)
 
 
 class Sizes(NamedTuple):
@@ -130,8 +134,9 @@ def cost_of_gather(x: Ranks, steps: Steps) -> RanksCost:
         phases.append(Phase(received, messages, compute, communication, slowest))
     own = torch.tensor(x.layout.lengths)
     q, result = own * z.Hq * z.q, own * z.Hq * (z.out + z.lse)
-    values_arrive = row // 2 * steps.exchanged[0]
-    memory = q + own * row + x.layout.L * row + torch.maximum(values_arrive, q + 2 * result)
+    copied = max(map(len, x.layout.runs)) > 1  # several runs are concatenated before they are sent
+    values = row // 2 * (steps.exchanged[0] + copied * steps.exchanged[1])
+    memory = q + own * row + x.layout.L * row + torch.maximum(values, q + result)
     return x.cost("gather", (x.layout.ranks,), phases, memory)
 
 
@@ -193,15 +198,14 @@ class Groups(NamedTuple):
         return (sent, received, messages) if backward else (received, sent, messages)
 
     def memory(self, z: Sizes) -> Tensor:
-        own, group, inputs = self.own, self.group, self.own * (z.Hq * z.q + z.Hkv * z.kv)
-        rows = group * self.q
+        rows, inputs = self.group * self.q, self.own * (z.Hq * z.q + z.Hkv * z.kv)
         held, exchange = rows * (z.out + z.lse), torch.zeros_like(rows)
-        if own.shape[1] > 1:
-            held = held + rows * z.q + group * self.k * z.kv
-            exchange = rows * z.out + 2 * own * z.Hq * z.out  # copies to send, received, joined
-        if len(own) == 1:
+        if self.own.shape[1] > 1:
+            held = held + rows * z.q + self.group * self.k * z.kv
+            exchange = rows * z.out + self.own * z.Hq * z.out
+        if len(self.own) == 1:
             return inputs + held + exchange
-        blocks = 2 * group.max() * self.k * z.kv // self.parts
-        merging = rows // self.parts * (z.merged + z.out + z.residual)
-        ring = blocks + merging + rows * (2 * z.lse + z.residual)
-        return inputs + held + torch.maximum(ring, exchange)
+        blocks = 2 * self.group.max() * self.k * z.kv // self.parts
+        merged = z.merged * (1 + (self.parts > 1) + (z.residual > 0))  # of this part and the one before
+        part = rows // self.parts * (merged + z.out + z.residual)
+        return inputs + held + torch.maximum(rows * (2 * z.lse + z.residual) + blocks + part, exchange)

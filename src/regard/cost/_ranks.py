@@ -12,7 +12,7 @@ from ._methods import Link, Ranks, RanksCost, Sizes, check_rate, cost_in_groups,
 from ._steps import Steps
 
 RankPass = Literal["forward", "training"]
-FLOPS = 1e12  # of a rank
+FLOPS = 5e12  # of a rank: about 64 cores
 MOST_TOKENS = 2**31  # numbers of pairs are int64
 
 
@@ -42,7 +42,7 @@ def over_ranks(
     division = Ranks(Sizes.of(call), layout, link or Link(), tuple(n / flops for n in pair_flops))
     steps = Steps.of(call.mask, layout)
     costs = [cost_in_groups(division, 1, steps), cost_of_gather(division, steps)]
-    for_usp = []
+    for_usp: list[RanksCost] = []
     for inner in (n for n in range(2, ranks + 1) if ranks % n == 0 and heads_suffice(division, n)):
         cost = cost_in_groups(division, inner, Steps.of(call.mask, layout.grouped(inner)))
         (costs if inner == ranks else for_usp).append(cost)
