@@ -23,8 +23,14 @@ UNSIGNED: dict[str, Any] = {"Software": None}  # files do not depend on matplotl
 RANKS = [2**n for n in range(3, 13)]
 TOKENS = 1_000_000
 MASKS: dict[str, M.Mask] = {"causal": M.Causal(), "window of 4,096": M.sliding(4096)}
-# Colours of Okabe and Ito. File name: (text, faint lines).
-COLOURS = {"ring": "#0072b2", "gather": "#e69f00", "ulysses": "#009e73", "usp": "#cc79a7"}
+# Colours like those of Okabe and Ito, and widths, so that lines over others show all of them.
+LINES = {
+    "ulysses": ("#009e73", 5.0),
+    "ring": ("#3d94d6", 3.2),
+    "gather": ("#e69f00", 1.6),
+    "usp": ("#cc79a7", 1.6),
+}
+# File name: (text, faint lines).
 THEMES = {"scaling-out.png": ("#33312c", "#c9c5bd"), "scaling-out-dark.png": ("#e6edf3", "#4b535d")}
 
 
@@ -55,9 +61,9 @@ def draw(costs: dict[str, list[cost.RanksCost]], ink: str, faint: str) -> Figure
     """Draws the seconds of each method by the number of ranks, one panel for each mask."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, (title, of_mask) in zip(figure.subplots(1, len(costs)), costs.items(), strict=True):
-        for method, colour in COLOURS.items():
+        for method, (colour, width) in LINES.items():
             points = [(x.ranks, x.seconds) for x in of_mask if x.method == method]
-            axes.plot(*zip(*points, strict=True), color=colour, marker=".", label=method)
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, marker=".", label=method)
         ideal = {x.ranks: x.compute for x in of_mask if x.method == "ring"}
         axes.plot(ideal.keys(), ideal.values(), color=ink, linestyle=":", label="computing alone")
         axes.set_xscale("log", base=2)
