@@ -40,6 +40,7 @@ MODULES = (
     "packed",
     "peers",
     "processes",
+    "rank_costs",
     "ranks",
     "report",
     "run",
@@ -294,6 +295,24 @@ def test_processes_are_compared_with_one(bench: Any, capsys: pytest.CaptureFixtu
             bench.processes.agree("ring, zigzag", row.make_layout(70, 1), wrong, results)
         with pytest.raises(RuntimeError, match=r"rank 0: (?s:.*)KeyError"):
             processes.run(bench.ranks.shards, bench.ranks.ROWS["gather, zigzag"], "forward")
+
+
+def test_costs_over_processes_are_compared(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--seconds", "0", "--ranks", "2", "4", "--tokens", "260", "--heads", "4"]
+    assert bench.rank_costs.main(tiny) == 0
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "| " in line]
+    methods = ["ring", "gather", "ulysses"]
+    assert [row[3] for row in rows[1:]] == 2 * methods + 2 * [*methods, "usp"]
+    assert "measured / predicted: " in printed
+    right = bench.rank_costs.cost.over_ranks
+    wrong = [dataclasses.replace(x, total_bytes=1) for x in right(bench.rank_costs.CallSpec(Lq=99), 1)]
+    bench.rank_costs.cost.over_ranks = lambda *_, **__: wrong
+    try:
+        with pytest.raises(bench.checks.WrongResult, match="ring: expected 1 bytes, got 0"):
+            bench.rank_costs.main([*tiny[:2], "--ranks", "1", *tiny[5:]])
+    finally:
+        bench.rank_costs.cost.over_ranks = right
 
 
 def test_linear_attention_over_processes_is_compared_with_one(

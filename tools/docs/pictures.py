@@ -9,6 +9,7 @@ import additive_picture
 import approximations
 import evidence_picture
 import explanations
+import scaling_out
 import seeing
 import torch
 from matplotlib.colors import to_rgb
@@ -146,6 +147,7 @@ def main() -> None:
     explanations.main(IMAGES)
     additive_picture.main(IMAGES)
     evidence_picture.main(IMAGES)
+    scaling_out.main(IMAGES)
     seeing.main(IMAGES)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 Latent = tuple[int | None, ...]  # rank, nope_dim, rope_dim, value_dim, q_rank
 Kind = Literal["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
+Ranks = Annotated[
+    list[str] | None,
+    typer.Option(metavar="N,N,...", help="Attention over so many processes, by method, instead of a layer."),
+]
+Flops = Annotated[float | None, typer.Option(help="GFLOP/s of a rank, with --ranks. Default: 5,000.")]
+Bandwidth = Annotated[
+    float | None, typer.Option(help="GB/s of a rank's link in each direction, with --ranks. Default: 3.125.")
+]
+Latency = Annotated[float | None, typer.Option(help="Microseconds of a message, with --ranks. Default: 50.")]
+Training = Annotated[bool, typer.Option("--training", help="With --ranks: forward and backward.")]
 
 
 def cost(
@@ -46,6 +56,11 @@ def cost(
     cache: Annotated[str | None, typer.Option(help="Cache format: a dtype, int8, int4, ...")] = None,
     page: Annotated[int | None, typer.Option(min=1, help="Page size of the cache in tokens.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Measure this machine and predict seconds.")] = False,
+    ranks: Ranks = None,
+    flops: Flops = None,
+    link_bandwidth: Bandwidth = None,
+    link_latency: Latency = None,
+    training: Training = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print parameters, FLOPs and bytes of an attention layer, or of a model from its config."""
@@ -55,14 +70,18 @@ def cost(
 
         work = Work(tokens, past, batch, dtype_of(dtype))
         latent = (rank, nope_dim, rope_dim, value_dim, q_rank)
+        over = RanksOptions(ranks, flops, link_bandwidth, link_latency, training)
+        if over.given((config, kind, past, cache, page, compare, latent)):
+            layer = _layer(kind, width, heads, kv_heads, window, sinks, latent)
+            typer.echo(over.output(layer, work, time, as_json))
+            return
         if compare:
             if (config, kind, window, sinks, as_json) != (None, "heads", None, 0, False):
                 raise ValueError("--compare: expected no config, --kind, --window, --sinks or --json")
             specs = _compared(width, heads, kv_heads, latent)
             typer.echo(table(specs, tokens, past=past, B=batch, dtype=work.dtype, cache=cache))
             return
-        layer = (kind, width, heads, kv_heads, window, sinks, latent)
-        what = _layer(*layer) if config is None else from_config(config)
+        what = from_config(config) if config else _layer(kind, width, heads, kv_heads, window, sinks, latent)
         total = estimate(what, tokens, past=past, B=batch, dtype=work.dtype, cache=cache, page=page)
         if as_json:
             typer.echo(total.to_json())
@@ -72,6 +91,50 @@ def cost(
         console.print(_table(total, f"{batch} x {tokens:,} tokens{after}, {dtype}"))
         if time:
             console.print(_seconds(what, work))
+
+
+class RanksOptions(NamedTuple):
+    """The options of `--ranks`, as they are given."""
+
+    ranks: list[str] | None
+    flops: float | None
+    bandwidth: float | None
+    latency: float | None
+    training: bool
+
+    def given(self, others: tuple[object, ...]) -> bool:
+        """Returns whether `--ranks` is given. Raises if one of the others is also given."""
+        if not self.ranks:
+            if self != RanksOptions(self.ranks, None, None, None, False):
+                names = "--flops, --link-bandwidth, --link-latency, --training"
+                raise ValueError(f"{names}: expected only with --ranks")
+            return False
+        if others != (None, "heads", 0, None, None, False, (None,) * 5):
+            raise ValueError(
+                "--ranks: expected no config, --kind, --rank, --past, --cache, --page or --compare"
+            )
+        return True
+
+    def output(self, layer: LayerSpec, work: Work, measured: bool, as_json: bool) -> str:
+        """Returns the table or the JSON. `measured`: a rank is as fast as this machine."""
+        from ..cost import Link, measure_machine, ranks_table
+        from ..cost._ranks import FLOPS
+        from ..cost._time import FORWARD
+
+        words = [word.strip() for text in self.ranks or () for word in text.split(",")]
+        if not all(word.isdecimal() for word in words):
+            raise ValueError(f"--ranks: expected integers, as in 8,64, got {','.join(self.ranks or ())}")
+        if measured and self.flops is not None:
+            raise ValueError("--flops: expected only without --time, which measures it")
+        default, (call,) = Link(), layer.calls(work)
+        bandwidth = default.bandwidth if self.bandwidth is None else 1e9 * self.bandwidth
+        latency = default.latency if self.latency is None else 1e-6 * self.latency
+        flops = FLOPS if self.flops is None else 1e9 * self.flops
+        table = ranks_table(
+            call, map(int, words), flops=FORWARD * measure_machine().fma if measured else flops,
+            link=Link(bandwidth, latency), passes="training" if self.training else "forward",
+        )  # fmt: skip
+        return table.to_json() if as_json else str(table)
 
 
 def _layer(

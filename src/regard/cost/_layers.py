@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from .._tools.arguments import count, describe
-from ..masks import Mask, streaming
+from ..masks import Mask, sliding, streaming
 from ..masks._both import both
 from ..nn._sizes import sizes
 from ._call import CallSpec
@@ -226,7 +226,10 @@ class AttentionSpec(GroupedSpec):
     @property
     def pattern(self) -> Mask | None:
         """The mask of every call, restricted to the window and the sinks if there is a window."""
-        return self.mask if self.window is None else both(streaming(self.window, self.sinks), self.mask)
+        if self.window is None:
+            return self.mask
+        window = streaming(self.window, self.sinks) if self.sinks else sliding(self.window)
+        return both(window, self.mask)
 
     @property
     def kept(self) -> tuple[KeptRows, ...]:

@@ -26,7 +26,7 @@ class ComparedRow(NamedTuple):
     def texts(self) -> list[str]:
         """Returns the values as text. A star marks the smallest, if they differ."""
         smallest = min(self.values) if len(set(self.values)) > 1 else None
-        return [f"{_number(value)}{'*' if value == smallest else ' '}" for value in self.values]
+        return [f"{short(value)}{'*' if value == smallest else ' '}" for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,7 @@ class CostTable:
     def __str__(self) -> str:
         lines = [["", *(f"{name} " for name in self.columns)]]
         lines += [[row.name, *row.texts()] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        body = [
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, texts, widths[1:])]).rstrip()
-            for name, *texts in lines
-        ]
-        return "\n".join([self.title, *body, "* the smallest of a row"])
+        return "\n".join([self.title, *aligned(lines), "* the smallest of a row"])
 
 
 def table(
@@ -104,6 +99,18 @@ def _this_machine() -> Machine | None:
     return None if core.reason_unavailable() else measure_machine()
 
 
-def _number(value: float) -> str:
+def aligned(lines: list[list[str]], left: int = 0) -> list[str]:
+    """Returns lines of columns of equal width. Column `left` is aligned at the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if i == left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def short(value: float) -> str:
     """Formats a number with three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

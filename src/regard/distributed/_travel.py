@@ -55,7 +55,7 @@ def parts(schedule: Schedule, k: Tensor, v: Tensor) -> list[Part]:
     """Divides the heads. All ranks get the same division."""
     call, group = schedule.call, schedule.group
     size = call.B * call.Hkv * max(call.k_layout.lengths) * (k.shape[3] + v.shape[3]) * k.element_size()
-    count = min(call.Hkv, -(-size // PART_BYTES)) if group.size > 1 else 1
+    count = part_count(call.Hkv, size, group.size)
     if count <= 1:
         return [Part(schedule, slice(None), slice(None))]
     per_key, divided = call.Hq // call.Hkv, []
@@ -64,6 +64,11 @@ def parts(schedule: Schedule, k: Tensor, v: Tensor) -> list[Part]:
         of_heads = Schedule(call.of_heads(heads, end - begin), group)
         divided.append(Part(of_heads, slice(*heads), slice(begin, end)))
     return divided
+
+
+def part_count(Hkv: int, size: int, ranks: int) -> int:
+    """Returns the number of parts of blocks with Hkv key heads and `size` bytes."""
+    return min(Hkv, -(-size // PART_BYTES)) if ranks > 1 else 1
 
 
 class KeyBlock(NamedTuple):

@@ -143,9 +143,10 @@ def _ulysses(call: DistributedCall, width: tuple[int, int], itemsize: int) -> Di
         others = call.q_layout.L - call.q_layout.lengths[rank]
         keys = call.k_layout.L - call.k_layout.lengths[rank]
         values = others * (b - a) * D + keys * (call.latent or (d - c) * (D + Dv))
-        values += call.q_layout.lengths[rank] * (call.Hq - (b - a)) * (Dv + 1)
+        rows = call.q_layout.lengths[rank] * (call.Hq - (b - a))
+        lse = rows * max(itemsize, 4)  # float32 for 16-bit inputs
         pairs.append(((b - a) * per_head,))
-        sizes.append((call.B * values * itemsize,))
+        sizes.append((call.B * ((values + rows * Dv) * itemsize + lse),))
     return DistributedPlan("ulysses", call.q_layout, tuple(pairs), tuple(sizes))
 
 
