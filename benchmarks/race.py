@@ -154,7 +154,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--pages", choices=("2M", "4K"), default="2M", help="size of the inputs' pages")
     parser.add_argument("--write", action="store_true", help="write the results to docs/peers.md")
     parser.add_argument("--shrink", type=int, metavar="L", help="cut cases to L tokens")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.write and (options.engines or options.shrink):
+        parser.error("--write: expected all engines and whole cases")
+    return options
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ADVICE = {"2M": mmap.MADV_HUGEPAGE, "4K": mmap.MADV_NOHUGEPAGE}
 def placed(pages: str, x: Tensor) -> Tensor:
     """Copies x to memory that begins at a multiple of 2 MiB, on pages of the given size."""
     size = x.numel() * x.element_size()
-    block = mmap.mmap(-1, HUGE + -(-size // HUGE) * HUGE)
+    block = mmap.mmap(-1, HUGE + -(-size // HUGE) * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(ADVICE[pages])
     memory = torch.frombuffer(block, dtype=torch.uint8)  # keeps the block alive
     first = -memory.data_ptr() % HUGE
