@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 import report
@@ -30,25 +31,21 @@ class Result(NamedTuple):
     fault: str = ""
 
 
-class Ratio(NamedTuple):
-    """An engine's time divided by Regard's. Below 1, the engine is faster."""
-
-    best: float
-    median: float
-
-
 class Row(NamedTuple):
     """The results of the engines that can run a case, by name."""
 
     name: str
     results: Mapping[str, Result]
 
-    def ratio(self, engine: str) -> Ratio | None:
-        """Returns the ratios of the engine's times to Regard's, or None without both times."""
+    def ratio(self, engine: str) -> tuple[float, float] | None:
+        """Returns the ratios of the engine's best and median time to Regard's.
+
+        Below 1, the engine is faster. Returns None without a time of both.
+        """
         ours, theirs = self.results["regard"], self.results.get(engine, Result(fault="not run"))
         if ours.fault or theirs.fault:
             return None
-        return Ratio(theirs.best / ours.best, theirs.median / ours.median)
+        return theirs.best / ours.best, theirs.median / ours.median
 
 
 # Terminal
@@ -67,7 +64,7 @@ def line(row: Row, name: str, result: Result) -> str:
         return f"[red]{result.fault}[/]"
     times = f"{duration(result.best):>10}{duration(result.median):>10}"
     ratio = row.ratio(name)
-    return times if ratio is None else f"{times}{ratio.best:>8.2f}{ratio.median:>8.2f}"
+    return times if ratio is None else f"{times}{ratio[0]:>8.2f}{ratio[1]:>8.2f}"
 
 
 def duration(seconds: float) -> str:
@@ -123,7 +120,7 @@ class Standings:
             "Where an engine is faster": "\n".join(faster(rows)) or "In no case.",
             "Times": self.table(rows, times),
             "Engines": "\n".join(self.engines(rows)),
-            "Machine": self.header,
+            "Machine": fill(self.header, 100, break_on_hyphens=False),
         }
         return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
 
@@ -139,15 +136,16 @@ class Standings:
     def engines(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yields a line for each engine: version, how it is called, what it cannot do, what failed."""
         for name, engine in ENGINES.items():
-            version = self.missing.get(name) or self.versions.get(name, "not run")
+            state = self.versions.get(name, "") or self.missing.get(name, "")
             reasons = dict.fromkeys(filter(None, map(engine.reason, ENGINE_CASES)))
             faults = [
                 f"{CASES[row.name].title}: {row.results[name].fault}"
                 for row in rows
                 if name in row.results and row.results[name].fault
             ]
-            cannot = f" Cannot run: {'; '.join([*reasons, *faults])}." if reasons or faults else ""
-            yield f"- **{engine.title}** {version}: {engine.note}{cannot}"
+            limits = f" Limits: {'; '.join([*reasons, *faults])}." if reasons or faults else ""
+            text = f"- **{engine.title}** {state}: {engine.note}{limits}".replace("** :", "**:")
+            yield fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def ratios(row: Row, name: str) -> str:
@@ -157,7 +155,7 @@ def ratios(row: Row, name: str) -> str:
         return absence(row, name)
     if name == "regard":
         return duration(row.results[name].best)
-    text = f"{ratio.best:.2f}, {ratio.median:.2f}"
+    text = f"{ratio[0]:.2f}, {ratio[1]:.2f}"
     return f"**{text}**" if ENGINES[name].attends and min(ratio) < CLEAR else text
 
 

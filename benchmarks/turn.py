@@ -89,7 +89,7 @@ class Turns:
         except WrongResult as error:
             return f"wrong: {error}"
         except Exception as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"failed: {type(error).__name__}: {error}".splitlines()[0]
         self.call, self.calls = repeated(prepared.run, case.calls), case.calls
         return ""
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from cases import Case, Inputs, causal, lengths, window
+from cases import Case, Inputs
 from install import ensure, with_pip
 from torch import Tensor
+
+from regard import masks as M
 
 Place = Callable[[Tensor], Tensor]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -83,21 +85,10 @@ class Engine:
         raise NotImplementedError
 
 
-def is_causal(case: Case) -> bool:
-    return case.mask is causal
-
-
-def is_window(case: Case) -> bool:
-    return case.mask is window
-
-
-def is_padded(case: Case) -> bool:
-    return case.mask is lengths
-
-
 def key_lengths(case: Case) -> Tensor:
-    """Returns the number of keys of each sample of a padded batch: (B,)."""
-    return case.make_mask().n
+    """Returns the number of keys of each sample: (B,)."""
+    mask = case.make_mask()
+    return mask.n if isinstance(mask, M.Lengths) else torch.full((case.B,), case.Lk)
 
 
 def tokens_first(x: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class Ggml(Engine):
     slack = 3.0  # a decode step adds float16 values in float16
     note = (
         "`ggml_flash_attn_ext` by ctypes, from the sources of llama-cpp-python, compiled for this CPU; q "
-        "and the result are float32, k and v have the dtype of the case, masks are float16 tensors."
+        "and the result are float32, k and v have the dtype of the case, masks are float16 tensors. A decode "
+        "step adds float16 values in float16, so its errors may be three times as large."
     )
 
     def __init__(self, threads: int, place: Place) -> None:

@@ -7,22 +7,11 @@ import os
 from typing import Any
 
 import torch
-from cases import Case, Inputs
+from cases import Case, Inputs, causal, lengths, window
 from checks import outgoing
 from torch import Tensor
 
-from .engine import (
-    BF16,
-    FP32,
-    Engine,
-    Place,
-    Prepared,
-    is_causal,
-    is_padded,
-    is_window,
-    key_lengths,
-    tokens_first,
-)
+from .engine import BF16, FP32, Engine, Place, Prepared, key_lengths, tokens_first
 
 
 class Jax(Engine):
@@ -58,10 +47,10 @@ class Jax(Engine):
         return Prepared(lambda: self.library.block_until_ready(call(*given)), self.tensors)
 
     def options(self, case: Case) -> dict[str, Any]:
-        options: dict[str, Any] = {"is_causal": is_causal(case) or is_window(case)}
-        if is_window(case):
+        options: dict[str, Any] = {"is_causal": case.mask in (causal, window)}
+        if case.mask is window:
             options["local_window_size"] = (255, 0)
-        if is_padded(case):
+        if case.mask is lengths:
             options["key_value_seq_lengths"] = self.array(key_lengths(case).int())
         return options
 

@@ -7,22 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from cases import Case, Inputs
+from cases import Case, Inputs, causal, lengths, window
 from peers import additive
 from torch import Tensor
 
-from .engine import (
-    FP16,
-    FP32,
-    Engine,
-    Place,
-    Prepared,
-    is_causal,
-    is_padded,
-    is_window,
-    key_lengths,
-    tokens_first,
-)
+from .engine import FP16, FP32, Engine, Place, Prepared, key_lengths, tokens_first
 
 OPSET, IR = 24, 11  # of the models that this file makes
 
@@ -85,22 +74,19 @@ class OnnxRuntime(Engine):
         return helper.make_model(graph, opset_imports=sets, ir_version=IR)
 
     def element(self, x: Tensor) -> int:
-        kinds = self.onnx.TensorProto
-        return int(
-            {
-                torch.float32: kinds.FLOAT,
-                torch.float16: kinds.FLOAT16,
-                torch.int32: kinds.INT32,
-                torch.int64: kinds.INT64,
-            }[x.dtype]
-        )
+        return int(self.onnx.helper.np_dtype_to_tensor_dtype(x.numpy().dtype))
 
     def rows(self, x: Tensor) -> Tensor:
         """Returns (B, H, L, D) as (B, L, H * D)."""
         return self.place(tokens_first(x).flatten(2))
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return self.place(torch.zeros(shape, dtype=dtype))
+    def window_bias(self, case: Case) -> Tensor | None:
+        """Returns the mask of a window as floats (1, 1, Lq, Lk), or None in other cases."""
+        return self.place(additive(case, {}, case.make_mask())[None, None]) if case.mask is window else None
+
+    def key_counts(self, case: Case, dtype: torch.dtype) -> Tensor | None:
+        """Returns the numbers of keys (B,) of a padded batch, or None in other cases."""
+        return self.place(key_lengths(case).to(dtype)) if case.mask is lengths else None
 
 
 def unflattened(case: Case, out: Tensor) -> Tensor:
@@ -120,18 +106,16 @@ class MultiHead(OnnxRuntime):
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         q, k, v, _ = inputs
-        out = self.empty(case.B, case.Lq, case.Hq * case.Dv, dtype=case.dtype)
+        out = self.place(torch.zeros(case.B, case.Lq, case.Hq * case.Dv, dtype=case.dtype))
         given = {
             "query": self.rows(q),
             "key": k,
             "value": v,
             "bias": None,
-            "key_padding_mask": self.place(key_lengths(case).int()) if is_padded(case) else None,
-            "attention_bias": self.place(additive(case, {}, case.make_mask())[None, None])
-            if is_window(case)
-            else None,
+            "key_padding_mask": self.key_counts(case, torch.int32),
+            "attention_bias": self.window_bias(case),
         }
-        attributes = {"num_heads": case.Hq, "unidirectional": int(is_causal(case))}
+        attributes = {"num_heads": case.Hq, "unidirectional": int(case.mask is causal)}
         return Prepared(self.bound(given, {"out": out}, attributes), lambda _: unflattened(case, out))
 
 
@@ -146,24 +130,23 @@ class GroupQuery(OnnxRuntime):
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         q, k, v, _ = inputs
-        out = self.empty(case.B, case.Lq, case.Hq * case.Dv, dtype=case.dtype)
+        out = self.place(torch.zeros(case.B, case.Lq, case.Hq * case.Dv, dtype=case.dtype))
         new = slice(case.Lk - case.Lq, case.Lk)
-        filled = key_lengths(case) if is_padded(case) else torch.full((case.B,), case.Lk)
         given = {
             "query": self.rows(q),
             "key": self.rows(k[:, :, new]),
             "value": self.rows(v[:, :, new]),
             "past_key": k,
             "past_value": v,
-            "seqlens_k": self.place(filled.int() - 1),
+            "seqlens_k": self.place(key_lengths(case).int() - 1),
             "total": self.place(torch.tensor([case.Lk], dtype=torch.int32)),
         }
         attributes = {
             "num_heads": case.Hq,
             "kv_num_heads": case.Hkv,
-            "causal": int(case.mask is not None and not is_padded(case)),
+            "causal": int(case.mask in (causal, window)),
         }
-        if is_window(case):
+        if case.mask is window:
             attributes["local_window_size"] = 256
         outputs = {"out": out, "present_key": k, "present_value": v}
         return Prepared(self.bound(given, outputs, attributes), lambda _: unflattened(case, out))
@@ -178,14 +161,14 @@ class Attention(OnnxRuntime):
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         q, k, v, _ = inputs
-        out = self.empty(case.B, case.Hq, case.Lq, case.Dv, dtype=case.dtype)
+        out = self.place(torch.zeros(case.B, case.Hq, case.Lq, case.Dv, dtype=case.dtype))
         given = {
             "Q": q,
             "K": k,
             "V": v,
-            "attn_mask": self.place(additive(case, {}, case.make_mask())) if is_window(case) else None,
+            "attn_mask": self.window_bias(case),
             "past_key": None,
             "past_value": None,
-            "nonpad_kv_seqlen": self.place(key_lengths(case)) if is_padded(case) else None,
+            "nonpad_kv_seqlen": self.key_counts(case, torch.int64),
         }
-        return Prepared(self.bound(given, {"Y": out}, {"is_causal": int(is_causal(case))}), lambda _: out)
+        return Prepared(self.bound(given, {"Y": out}, {"is_causal": int(case.mask is causal)}), lambda _: out)

@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 import torch
-from cases import Case, Inputs
+from cases import Case, Inputs, causal
 from peers import additive
 from torch import Tensor
 
-from .engine import BF16, FP32, Engine, Place, Prepared, is_causal
+from .engine import BF16, FP32, Engine, Place, Prepared
 
 
 class OpenVINO(Engine):
@@ -20,7 +20,8 @@ class OpenVINO(Engine):
     dtypes = (FP32, BF16)
     note = (
         "ScaledDotProductAttention with the inference precision of the inputs; masks that are not causal "
-        "are float tensors, and the keys of a group are broadcast to its query heads."
+        "are float tensors. In a decode step, the query heads of a group are rows of one head, and k and "
+        "v are inputs, not OpenVINO's stateful cache."
     )
 
     def __init__(self, threads: int, place: Place) -> None:
@@ -32,8 +33,9 @@ class OpenVINO(Engine):
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         q, k, v, _ = inputs
-        mask = None if is_causal(case) else additive(case, {}, case.make_mask())
-        given = [q, k, v, *([] if mask is None else [self.place(mask)])]
+        mask = None if case.mask is causal else additive(case, {}, case.make_mask())
+        rows = q.view(case.B, case.Hkv, -1, case.D)
+        given = [rows, k, v, *([] if mask is None else [self.place(mask)])]
         kind = self.library.Type.f32 if case.dtype == FP32 else self.library.Type.bf16
         options = {
             "INFERENCE_NUM_THREADS": self.threads,
@@ -44,26 +46,15 @@ class OpenVINO(Engine):
         request = compiled.create_infer_request()
         for index, x in enumerate(given):
             request.set_input_tensor(index, self.shared(x, kind))
-        out = self.place(torch.zeros(case.B, case.Hq, case.Lq, case.Dv, dtype=case.dtype))
+        out = self.place(torch.zeros(*rows.shape[:3], case.Dv, dtype=case.dtype))
         request.set_output_tensor(0, self.shared(out, kind))
-        return Prepared(request.infer, lambda _: out)
+        return Prepared(request.infer, lambda _: out.view(case.B, case.Hq, case.Lq, case.Dv))
 
     def model(self, case: Case, given: list[Tensor], kind: Any) -> Any:
         ops = self.library.opset13
         parameters = [ops.parameter(list(x.shape), kind) for x in given]
-        q, *others = parameters
-        heads = [self.grouped(x, case) for x in others[:2]]
-        out = ops.scaled_dot_product_attention(q, *heads, *others[2:], causal=is_causal(case))
+        out = ops.scaled_dot_product_attention(*parameters, causal=case.mask is causal)
         return self.library.Model([out], parameters, "call")
-
-    def grouped(self, x: Any, case: Case) -> Any:
-        """Returns key heads (B, Hkv, L, D) repeated for the query heads of their group."""
-        if case.Hq == case.Hkv:
-            return x
-        ops, group = self.library.opset13, case.Hq // case.Hkv
-        B, H, L, D = x.get_shape()
-        each = ops.broadcast(ops.unsqueeze(x, 2), [B, H, group, L, D])
-        return ops.reshape(each, [B, case.Hq, L, D], False)
 
     def shared(self, x: Tensor, kind: Any) -> Any:
         """Returns an OpenVINO tensor that shares memory with x."""

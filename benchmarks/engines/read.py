@@ -28,7 +28,7 @@ class PlainRead(Engine):
 
     @classmethod
     def reason(cls, case: Case) -> str:
-        return "" if case.Lq == 1 and case.Lk >= 1024 else "only for decode steps"
+        return "" if case.Lq == 1 and case.Lk >= 1024 else "only decode steps"
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         return Prepared(lambda: self.read(inputs.k, inputs.v))
