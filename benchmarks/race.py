@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack, Progress(console=console, transient=True) as progress:
         runners = {engine.name: stack.enter_context(Runner(engine, options)) for engine in engines}
         faults = {n: r.ready() for n, r in progress.track(runners.items(), description="installing")}
+        if faults["regard"]:
+            raise RuntimeError(f"regard: {faults['regard']}")
         running = {name: runner for name, runner in runners.items() if not faults[name]}
         load = Load()
         for case in progress.track(cases, description="timing"):

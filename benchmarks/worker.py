@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import IO, Any
 
+PATIENCE = 60.0  # seconds to wait for the end of a process
+
 
 class Worker:
     """A process that waits for commands, without using the CPU, until its stdin is closed."""
@@ -28,7 +30,12 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        self.process.communicate()  # closes stdin
+        """Closes the process's stdin, and kills the process if it does not end."""
+        try:
+            self.process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
 
     def ask(self, *command: Any, patience: float | None = None) -> Any:
         """Sends a command and waits for the answer.
