@@ -34,7 +34,7 @@ PY_DIRS = $(wildcard src gallery tests examples benchmarks docs tools)
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += -j2  # the core compiles while packages install
-.PHONY: help core build stubs demo test test-core test-all browser bench bench-against lint format docs sanitize clips data clean
+.PHONY: help core build stubs demo test test-core test-all browser bench bench-against bench-peers lint format docs sanitize clips data clean
 
 help:  ## list all commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,9 @@ bench: build  ## benchmarks against PyTorch, on this machine
 
 bench-against: build  ## compare the speed of this tree with the commit REF (default HEAD), case by case
 	@$(BIN)/python benchmarks/against.py $(REF) $(ARGS)
+
+bench-peers: build  ## benchmarks against other engines, installed in build/peers; ARGS="--only decode --engines ggml"
+	@$(BIN)/python benchmarks/race.py $(ARGS)
 
 lint: build  ## run ruff, mypy --strict, import-linter, clang-format and tools/figures.py
 	@$(BIN)/ruff check -q $(PY_DIRS)

@@ -11,7 +11,6 @@ if a result of this tree is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -21,9 +20,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import report
 from measure import Load, cpu_name
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from side import ROWS
+from worker import Worker
 
 import regard
 
@@ -109,33 +109,6 @@ def take_turns(this: Turn, other: Turn, seconds: float) -> list[Pair]:
 # Processes
 
 
-class Worker:
-    """A process that runs `side.py`."""
-
-    def __init__(self, python: Sequence[str], environment: dict[str, str], threads: int) -> None:
-        command, pipe = [*python, str(HERE / "side.py"), str(threads)], subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.communicate()  # closes stdin, which ends the process
-
-    def ask(self, *command: Any) -> Any:
-        """Sends a command and waits for the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.process.args}: ended with exit code {self.process.wait()}")
-        return json.loads(line)
-
-    def time(self, seconds: float) -> float:
-        return float(self.ask("time", seconds))
-
-
 @contextmanager
 def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
     """Starts a worker with the installed `regard`, and one with the `regard` in the folder `site`.
@@ -146,9 +119,10 @@ def workers(site: Path, threads: int) -> Iterator[tuple[Worker, Worker]]:
     """
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
     environments = dict(os.environ), os.environ | {"PYTHONPATH": path}
+    script = str(HERE / "side.py"), str(threads)
     with (
-        Worker([sys.executable], environments[0], threads) as this,
-        Worker([sys.executable, "-S"], environments[1], threads) as other,
+        Worker([sys.executable, *script], environments[0]) as this,
+        Worker([sys.executable, "-S", *script], environments[1]) as other,
     ):
         for worker, folder in ((this, ROOT), (other, site)):
             if folder not in Path(file := worker.ask("file")).parents:
@@ -161,7 +135,8 @@ def timed(name: str, both: tuple[Worker, Worker], seconds: float, shrink: int | 
     this, other = both
     command = "prepare", name, shrink, checked
     faults = this.ask(*command), other.ask(*command)
-    pairs = [] if any(faults) else take_turns(this.time, other.time, seconds)
+    turns = (partial(worker.ask, "time") for worker in both)
+    pairs = [] if any(faults) else take_turns(*turns, seconds)
     return Row(name, pairs, faults)
 
 

@@ -212,6 +212,18 @@ CASES = (
 )  # fmt: skip
 
 
+# The cases of `make bench-peers`.
+ENGINE_CASES = (
+    *(case for case in CASES if case.name in {
+        "dense-2048-64", "causal-2048-64", "causal-512-64", "padded-512", "window-4096", "tiny-calls",
+        "fp16-1024", "train-causal-1024",
+        *(f"decode-{dtype}-1-{Hkv}-4096" for dtype in ("fp32", "bf16", "fp16") for Hkv in (8, 32)),
+    }),
+    *(square(f"bf16-{kind}-{L}-{D}", f"bfloat16 {kind}", L, D, mask=mask, dtype=BF16)
+      for kind, mask in (("dense", None), ("causal", causal)) for L in (512, 2048) for D in (64, 128)),
+)  # fmt: skip
+
+
 def chosen(names: list[str], cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
     """Returns the cases whose name contains one of `names`. Without names, returns all."""
     matches = tuple(c for c in cases if not names or any(n in c.name for n in names))

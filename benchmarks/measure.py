@@ -14,6 +14,10 @@ from regard.cost import best_times as best_times
 from regard.cost._machine import fma_rate, read_rate
 from regard.info import report as installation
 
+PRODUCTS = {
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -54,13 +58,24 @@ def facts(threads: int) -> dict[str, str]:
 
 
 def cpu_name() -> str:
+    fields = cpu_fields()
+    name = fields.get("model name", platform.processor() or platform.machine())
+    return f"{name}, family {fields.get('cpu family', '?')}"
+
+
+def instruction_sets() -> list[str]:
+    """Returns which vector instruction sets for products the CPU has, with Linux's names."""
+    return [flag for flag in cpu_fields().get("flags", "").split() if flag in PRODUCTS]
+
+
+def cpu_fields() -> dict[str, str]:
+    """Returns the fields that Linux shows of the last CPU. On other systems, returns none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    return f"{fields.get('model name', platform.machine())}, family {fields.get('cpu family', '?')}"
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
 
 
 class Load:

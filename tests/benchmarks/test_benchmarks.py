@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import subprocess
 import sys
@@ -19,53 +18,8 @@ import torch
 from support import HAVE_CORE, ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = (
-    "additive",
-    "against",
-    "cases",
-    "checks",
-    "command",
-    "cost",
-    "evidence",
-    "headlines",
-    "hf",
-    "hunt",
-    "isas",
-    "latent",
-    "linear",
-    "linear_ranks",
-    "measure",
-    "memory",
-    "modules",
-    "packed",
-    "peers",
-    "processes",
-    "rank_costs",
-    "ranks",
-    "report",
-    "run",
-    "scaling",
-    "side",
-    "sparse",
-    "startup",
-    "steps",
-)
-
 pytest.importorskip("rich")
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """Returns the modules of benchmarks/ by name."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        modules = {name: importlib.import_module(name) for name in MODULES}
-        yield argparse.Namespace(**modules)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture
