@@ -285,13 +285,14 @@ struct Backward {
     }
   }
 
-  // Computes scores and weights in one pass. Returns false if D or a shift is too large for it.
+  // Computes scores and weights in one pass. Returns false if a shift is too large for it.
   bool compute_weights_fused(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
+    if (!ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
     const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
-    multiply_rows<V>(rows, ldk, n, s.queries, spec.D, [&](int64_t c, int i, V score) {
-      Lanes<V>::store(w + (2 * c + i) * V::N, power[i](score));
+    multiply_rows<V>(rows, ldk, n, s.queries, spec.D, w, [&](int64_t c, auto& tile) {
+      each_vector(tile, [&](int, int i, V& x) { x = power[i](x); });
+      store_rows(w + c * P, tile);
     });
     return true;
   }
@@ -299,9 +300,9 @@ struct Backward {
   void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
                        const Scalar* rows, int64_t from, int64_t to, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    V unused_max[2] = {shift[0], shift[1]};
     const int64_t n = to - from;
-    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, unused_max);
+    multiply_rows<V>(rows, ldk, n, s.queries, spec.D, w,
+                     [&](int64_t c, auto& tile) { store_rows(w + c * P, tile); });
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, at, n, w);
     if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
@@ -311,15 +312,13 @@ struct Backward {
   template <bool Dropped>
   void compute_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
     const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
-    const auto finish = [&](int64_t c, int i, V dp) {
-      const int64_t at = (2 * c + i) * V::N;
-      Lanes<V>::store(g + at, score_gradient<V, Dropped>(Lanes<V>::load(w + at), dp, delta[i]));
-    };
-    if (spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
-    V unused_max[2] = {delta[0], delta[1]};
-    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, unused_max);
-    for (int64_t c = 0; c < n; ++c)
-      for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
+    multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, g, [&](int64_t c, auto& tile) {
+      each_vector(tile, [&](int r, int i, V& x) {
+        const V weight = Lanes<V>::load(w + (2 * (c + r) + i) * V::N);
+        x = score_gradient<V, Dropped>(weight, x, delta[i]);
+      });
+      store_rows(g + c * P, tile);
+    });
   }
 
   // Returns whether keys inside spans may be masked by a bias of -inf. Only their weight of 0 shows

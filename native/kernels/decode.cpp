@@ -407,8 +407,8 @@ struct Decode {
     Scalar ones[P];
     for (Scalar& one : ones) one = 1;
     visit_panels([&](int64_t i, int count) {
-      V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
-      score_keys<V>(k.data, k.ld, n, query_panels + i * P * spec.D, spec.D, panel_scores, unused);
+      multiply_rows<V>(k.data, k.ld, n, query_panels + i * P * spec.D, spec.D, panel_scores,
+                       [&](int64_t row, auto& tile) { store_rows(panel_scores + row * P, tile); });
       unpack<V>(panel_scores, n, ones, count, scores + i * P * kSplitKeys + c, kSplitKeys, 1, StoreAsIs<V>());
     });
   }

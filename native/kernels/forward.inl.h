@@ -135,13 +135,15 @@ struct Forward {
   void score(const Panel& p, const State& s, const SpanView& view, V (&lane_max)[2]) {
     const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     const int64_t n = view.end - view.begin;
-    lane_max[0] = lane_max[1] = minus_inf;
-    bool max_is_known = score_keys<V>(view.keys, view.ldk, n, s.queries, spec.D, scores, lane_max);
+    V tile_max[2] = {minus_inf, minus_inf};
+    multiply_rows<V>(view.keys, view.ldk, n, s.queries, spec.D, scores, [&](int64_t c, auto& tile) {
+      store_rows(scores + c * P, tile);
+      each_vector(tile, [&](int, int i, V score) { tile_max[i] = max(score, tile_max[i]); });
+    });
+    lane_max[0] = tile_max[0];
+    lane_max[1] = tile_max[1];
     if (view.partial || spec.softcap > 0 || spec.bias != kNoBias) {
       apply_cap_bias_mask(p, view.spans, view.partial, view.begin, n);
-      max_is_known = false;
-    }
-    if (!max_is_known) {
       lane_max[0] = lane_max[1] = minus_inf;
       max_over_keys<V>(scores, n, lane_max);
     }

@@ -39,6 +39,23 @@ REGARD_INLINE void multiply(const Number<V>* a, int64_t lda, const Number<V>* b,
   multiply_add<V, R, RowMajor>(a, lda, b, depth, sum);
 }
 
+// Calls visit(row, half, vector) for the vectors of a tile.
+template <class V, int R, class Visit>
+REGARD_INLINE void each_vector(V (&tile)[R][2], Visit visit) {
+  UNROLLED (r, R)
+    UNROLLED (i, 2) visit(r, i, tile[r][i]);
+}
+
+// tile += rows[R][P], and rows[R][P] = tile.
+template <class V, int R>
+REGARD_INLINE void add_rows(const Number<V>* rows, V (&tile)[R][2]) {
+  each_vector(tile, [&](int r, int i, V& x) { x = x + Lanes<V>::load(rows + (2 * r + i) * V::N); });
+}
+template <class V, int R>
+REGARD_INLINE void store_rows(Number<V>* rows, V (&tile)[R][2]) {
+  each_vector(tile, [&](int r, int i, V x) { Lanes<V>::store(rows + (2 * r + i) * V::N, x); });
+}
+
 template <int R>
 struct RowCount {
   static constexpr int value = R;
@@ -64,63 +81,37 @@ REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
   }
 }
 
-// C = A * B for R rows. Raises `lane_max` to each lane's largest element.
-template <class V, int R>
-REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
-                            V (&lane_max)[2]) {
-  V sum[R][2];
-  multiply<V, R, true>(a, lda, b, depth, sum);
-  UNROLLED (r, R)
-    UNROLLED (i, 2) {
-      Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
-      lane_max[i] = max(sum[r][i], lane_max[i]);
-    }
-}
-
 // C += A * B for R rows.
 template <class V, int R, bool RowMajor>
 REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
                             Number<V>* c) {
   V sum[R][2];
   multiply<V, R, RowMajor>(a, lda, b, depth, sum);
-  UNROLLED (r, R)
-    UNROLLED (i, 2) {
-      Number<V>* target = c + (2 * r + i) * V::N;
-      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
-    }
+  add_rows(c, sum);
+  store_rows(c, sum);
 }
 
-// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `lane_max` holds each lane's largest
-// score: false if D takes several chains.
-template <class V>
-bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
-                Number<V>* scores, V (&lane_max)[2]) {
-  constexpr int P = 2 * V::N;
-  V local_max[2] = {lane_max[0], lane_max[1]};
-  visit_tiles(n, [&](auto rows, int64_t j) {
-    set_tile<V, rows.value>(keys + j * ld, ld, queries, D < kChain ? D : kChain, scores + j * P, local_max);
-  });
-  lane_max[0] = local_max[0];
-  lane_max[1] = local_max[1];
-  for (int64_t d = kChain; d < D; d += kChain)
-    visit_tiles(n, [&](auto rows, int64_t j) {
-      const int64_t depth = D - d < kChain ? D - d : kChain;
-      add_tile<V, rows.value, true>(keys + j * ld + d, ld, queries + d * P, depth, scores + j * P);
-    });
-  return D <= kChain;
-}
-
-// Calls finish(row, half, products) with the two vectors of each row of rows[n][depth] *
-// panel[depth][P]. The depth is at most kChain.
+// Calls finish(row, sum) with the products rows[n][depth] * panel[depth][P], one tile at a time, while
+// they are in registers: sum[R][2] are the vectors of rows [row, row + R). The sums of all chains
+// but the last wait in buffer[n][P].
 template <class V, class Finish>
 void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
-                   Finish finish) {
-  visit_tiles(n, [&](auto count, int64_t row) {
-    V sum[count.value][2];
-    multiply<V, count.value, true>(rows + row * ld, ld, panel, depth, sum);
-    UNROLLED (r, count.value)
-      UNROLLED (i, 2) finish(row + r, i, sum[r][i]);
-  });
+                   Number<V>* buffer, Finish finish) {
+  constexpr int P = 2 * V::N;
+  int64_t k = 0;
+  do {
+    const int64_t chain = depth - k < kChain ? depth - k : kChain;
+    visit_tiles(n, [&](auto count, int64_t row) {
+      V sum[count.value][2];
+      multiply<V, count.value, true>(rows + row * ld + k, ld, panel + k * P, chain, sum);
+      if (k > 0) add_rows(buffer + row * P, sum);
+      if (k + chain < depth)
+        store_rows(buffer + row * P, sum);
+      else
+        finish(row, sum);
+    });
+    k += chain;
+  } while (k < depth);
 }
 
 // out[Dv][P] += values[n][Dv]^T * weights[n][P]
