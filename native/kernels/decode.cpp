@@ -338,7 +338,7 @@ struct Decode {
   }
 
   void start_queries() {
-    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    const double scale = score_factor(spec);
     for (int64_t r = 0; r < rows; ++r) {
       Scalar* row = queries + r * ldq;
       copy_rows<V>(query(first + r), 0, spec.q.d, 1, spec.D, 0, row);
