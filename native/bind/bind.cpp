@@ -162,14 +162,14 @@ void bind_machine(nb::module_& m) {
   m.def("compiled", [] { return instruction_sets(false); });
   m.def("runnable", [] { return instruction_sets(true); });
   m.def("isa", [] { return std::string(kernels().name); });
+  m.def("objection", [](const char* name) { return objection(name); }, "name"_a);
+  m.def("multiplies_pairs", [] { return multiplies_pairs(kBFloat16); });
   m.def("panel_rows", [] { return panel_rows(kFloat32); });
   m.def("use", [](const char* name) { return use(name); }, "name"_a);
   m.def("open_pool", [](const char* library) { return open_pool(library); }, "library"_a);
   m.def("threads", &threads);
   m.def("compiler", [] { return std::string("C++ " __VERSION__); });
-  m.def(
-      "fma_probe", [](int64_t rounds) { return kernels().fma_probe(rounds); }, "rounds"_a,
-      nb::call_guard<nb::gil_scoped_release>());
+  m.def("fma_probe", &fma_probe, "rounds"_a, "bfloat16"_a = false, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_probe",
       [](int64_t data, int64_t count) {

@@ -4,6 +4,8 @@
 // keys x P channels. With the unnormalised weight w = 2^(s - shift), and dout divided by the row's
 // softmax sum:
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
+// With pairs, w and not dout is divided by the sum, because dout would be rounded again. w and ds are
+// rounded to words of two queries for dv and dk, and ds also to words of two keys for dq.
 #include "kernels/arena.inl.h"
 #include "kernels/exact_gradients.inl.h"
 #include "kernels/gemm.inl.h"
@@ -18,18 +20,25 @@ inline V score_gradient(V weight, V dp, V delta) {
   return (Dropped ? abs(weight) : weight) * (dp - delta);
 }
 
-// Returns whether all elements are finite (x - x == 0). Four alternating sums shorten the
-// dependency chain.
+// Returns 0 in lanes where x is finite, otherwise NaN.
 template <class V>
-inline bool all_finite(const Number<V>* x, int64_t n) {
+inline V zero_if_finite(V x) {
+  return x - x;
+}
+#ifdef REGARD_PAIRS
+inline Floats zero_if_finite(Pairs x) { return zero_if_finite(even(x)) + zero_if_finite(odd(x)); }
+#endif
+
+// Returns whether all numbers in n elements are finite. Four alternating sums shorten the dependency
+// chain.
+template <class O>
+inline bool all_finite(const Number<O>* x, int64_t n) {
+  using V = Sum<O>;
   V zero[4] = {Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero(), Lanes<V>::zero()};
   int64_t i = 0;
   for (; i + 4 * V::N <= n; i += 4 * V::N)
-    UNROLLED (j, 4) {
-      const V y = Lanes<V>::load(x + i + j * V::N);
-      zero[j] = zero[j] + (y - y);
-    }
-  for (; i < n; ++i) zero[0] = zero[0] + Lanes<V>::set(x[i] - x[i]);
+    UNROLLED (j, 4) zero[j] = zero[j] + zero_if_finite(Lanes<O>::load(x + i + j * V::N));
+  for (; i < n; ++i) zero[0] = zero[0] + zero_if_finite(Lanes<O>::set(x[i]));
   const V sum = (zero[0] + zero[1]) + (zero[2] + zero[3]);
   return bits(differs(sum, sum)) == 0;
 }
@@ -37,16 +46,22 @@ inline bool all_finite(const Number<V>* x, int64_t n) {
 template <class V, class S>
 struct Backward {
   using Scalar = Number<V>;
+  using O = Operand<V, S>;
+  using Element = Number<O>;
   static constexpr int P = kPanel<V>;
+  static constexpr bool kPairs = O::kTerms == 2;
+  static constexpr int64_t kRowSize = P / O::kTerms;  // elements of a row of weights or ds
   static constexpr uint32_t kAllLanes = P == 32 ? ~0u : (1u << P) - 1;
   static constexpr int64_t kKeys = kBackwardBlock;
-  static constexpr int64_t kKeyTiles = kKeys / kLanesRows;  // register tiles in a block
+  static constexpr int64_t kRows = kTileRows<O>;
+  static constexpr int64_t kKeyTiles = kKeys / kRows;  // register tiles in a block
   static constexpr int64_t kBlockSize = kKeys * P;
 
-  // A panel's scaled queries[D][P], dout[Dv][P], dq[D][P], each lane's shift, delta and dropout
-  // words, and the next span.
+  // A panel's queries[D][P] (scaled, or as words), dout[Dv][P], dq[D][P], each lane's shift, delta,
+  // factor of its weights (pairs) and dropout words, and the next span.
   struct State {
-    Scalar *queries, *dout, *dq, *shift, *delta;
+    Element *queries, *dout;
+    Scalar *dq, *shift, *delta, *weight_factor;
     uint32_t *low, *high;
     int64_t span = 0;
   };
@@ -56,17 +71,20 @@ struct Backward {
   const Call& call;
   const Gradients& grads;
   int64_t q_slices, v_slices;                   // slices of P columns
-  Scalar *q_rows, *dout_rows;                   // [slice][kTilePanels * P][P]
-  Scalar *weights, *ds;                         // [panel][kKeys][P]
+  Element *q_rows, *dout_rows;                  // [slice][kTilePanels * P][P]
+  Scalar *weights, *ds;                         // [panel][kKeys][P]; with pairs, of one panel
+  Element *weight_rows, *ds_rows;               // the same as operands [panel][kKeys][kRowSize]
+  Element* ds_words;                            // pairs: ds of a panel's span, in words of two keys
   Scalar *cap_slopes, *factor, *unused_totals;  // softcap derivatives [kKeys][P]; [P]; [P]
   Scalar *dk_sum, *dv_sum;                      // [key][slice * P]
-  Scalar *keys, *values;                        // converted rows of K and V, if copied
+  Element *keys, *values;                       // converted rows of K and V, if copied
+  Element* key_words;                           // pairs: K in words of two keys
   Scalar* table;                                // ds of one panel and block, summed by distance
   State states[kTilePanels];
   bool want_ds, want_k, want_v;
   enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
   int64_t ldk, ldv;
-  const Scalar *k, *v;
+  const Element *k, *v;
 
   explicit Backward(const Chunk& c) : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads) {
     q_slices = (spec.D + P - 1) / P;
@@ -88,16 +106,31 @@ struct Backward {
     const int64_t n = round_up(chunk.end - chunk.begin, kKeys), tile = kTilePanels * P;
     dk_sum = a.take<Scalar>(want_k ? n * q_slices * P : 0);
     dv_sum = a.take<Scalar>(want_v ? n * v_slices * P : 0);
-    keys = a.take<Scalar>(chunk.copy_k ? n * spec.D : 0);
-    values = a.take<Scalar>(chunk.copy_v ? n * spec.Dv : 0);
+    keys = a.take<Element>(chunk.copy_k ? n * elements(spec.D) : 0);
+    values = a.take<Element>(chunk.copy_v ? n * elements(spec.Dv) : 0);
+    key_words = a.take<Element>(kPairs && grads.dq ? elements(n) * spec.D : 0);
     for (State& s : states)
-      s = {a.take<Scalar>(spec.D * P), a.take<Scalar>(spec.Dv * P), a.take<Scalar>(spec.D * P),
-           a.take<Scalar>(P),          a.take<Scalar>(P),           a.take<uint32_t>(P),
+      s = {a.take<Element>(elements(spec.D) * P),
+           a.take<Element>(elements(spec.Dv) * P),
+           a.take<Scalar>(spec.D * P),
+           a.take<Scalar>(P),
+           a.take<Scalar>(P),
+           a.take<Scalar>(P),
+           a.take<uint32_t>(P),
            a.take<uint32_t>(P)};
-    q_rows = a.take<Scalar>(q_slices * tile * P);
-    dout_rows = a.take<Scalar>(v_slices * tile * P);
-    weights = a.take<Scalar>(kTilePanels * kBlockSize);
-    ds = a.take<Scalar>(kTilePanels * kBlockSize);
+    q_rows = a.take<Element>(q_slices * elements(tile) * P);
+    dout_rows = a.take<Element>(v_slices * elements(tile) * P);
+    weights = a.take<Scalar>(kPairs ? kBlockSize : kTilePanels * kBlockSize);
+    ds = a.take<Scalar>(kPairs ? kBlockSize : kTilePanels * kBlockSize);
+    if constexpr (kPairs) {
+      weight_rows = a.take<Element>(kTilePanels * kKeys * kRowSize);
+      ds_rows = a.take<Element>(kTilePanels * kKeys * kRowSize);
+      ds_words = a.take<Element>(kKeys / 2 * P);
+    } else {
+      weight_rows = weights;
+      ds_rows = ds;
+      ds_words = nullptr;
+    }
     cap_slopes = a.take<Scalar>(spec.softcap > 0 ? kBlockSize : 0);
     factor = a.take<Scalar>(P);
     unused_totals = a.take<Scalar>(P);
@@ -119,6 +152,9 @@ struct Backward {
     return Backward(c).lay_out(Arena{dummy_base}).free - dummy_base;
   }
 
+  // Returns how many elements hold n numbers.
+  static int64_t elements(int64_t n) { return (n + O::kTerms - 1) / O::kTerms; }
+
   int64_t offset() const { return call.offsets ? call.offsets[chunk.batch] : call.offset; }
 
   const S* key_row(const void* base, const Strides& s, int64_t key) const {
@@ -127,22 +163,24 @@ struct Backward {
   }
 
   // Returns row chunk.begin of K or V and sets `ld` to the distance between rows.
-  const Scalar* first_row(const void* base, const Strides& s, bool copy, int64_t width, const Scalar* copied,
-                          int64_t& ld) const {
-    ld = copy ? width : s.l * chunk.key_step;
-    return copy ? copied : reinterpret_cast<const Scalar*>(key_row(base, s, chunk.begin));
+  const Element* first_row(const void* base, const Strides& s, bool copy, int64_t width,
+                           const Element* copied, int64_t& ld) const {
+    ld = copy ? elements(width) : s.l * chunk.key_step / O::kTerms;
+    return copy ? copied : reinterpret_cast<const Element*>(key_row(base, s, chunk.begin));
   }
 
   void open() {
     const int64_t n = chunk.end - chunk.begin;
     if (want_k) start(dk_sum, n, q_slices, spec.D, grads.dk_exact, 1 / spec.scale);
     if (want_v) start(dv_sum, n, v_slices, spec.Dv, grads.dv_exact, 1);
-    if (chunk.copy_k)
-      copy_rows<V>(key_row(call.k, spec.k, chunk.begin), spec.k.l * chunk.key_step, spec.k.d, n, spec.D,
-                   spec.D, keys);
+    const S* k_rows = key_row(call.k, spec.k, chunk.begin);
+    const int64_t k_step = spec.k.l * chunk.key_step;
+    if (chunk.copy_k) copy_operand<O>(k_rows, k_step, spec.k.d, n, spec.D, elements(spec.D), keys);
     if (chunk.copy_v)
-      copy_rows<V>(key_row(call.v, spec.v, chunk.begin), spec.v.l * chunk.key_step, spec.v.d, n, spec.Dv,
-                   spec.Dv, values);
+      copy_operand<O>(key_row(call.v, spec.v, chunk.begin), spec.v.l * chunk.key_step, spec.v.d, n, spec.Dv,
+                      elements(spec.Dv), values);
+    if (kPairs && grads.dq)
+      copy_transposed_operand<O>(k_rows, k_step, spec.k.d, n, spec.D, spec.D, key_words);
   }
 
   // Initialises a sum with the gradients of exact rows, or zeros.
@@ -161,40 +199,55 @@ struct Backward {
   // Returns whether the queries and dout of the tile are finite. Computed at most once for a tile.
   bool rows_are_finite(int count) {
     if (finite_rows != kUnknown) return finite_rows == kYes;
-    const int64_t tile = kTilePanels * P * P;
+    constexpr int64_t panel = kRowSize * P, tile = kTilePanels * panel;
     bool finite = true;
-    for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<V>(q_rows + c * tile, count * P * P);
-    for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<V>(dout_rows + c * tile, count * P * P);
+    for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<O>(q_rows + c * tile, count * panel);
+    for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<O>(dout_rows + c * tile, count * panel);
     finite_rows = finite ? kYes : kNo;
     return finite;
   }
 
   void load_panel(const Panel& p, State& s, int i) {
-    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     const S* q =
         static_cast<const S*>(call.q) + chunk.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
     const Strides& g = grads.dout_stride;
     const S* dout = static_cast<const S*>(grads.dout) + chunk.batch * g.b + p.head * g.h + p.row * g.l;
-    const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
+    const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step;
     const uint32_t skipped = load_lanes(p, s);
     if (p.rows < P) clear_panel(s, i);
-    pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
-    pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
-    for (int64_t d = 0; d < spec.Dv; ++d)
-      for (int r = 0; r < P; r += V::N)
-        Lanes<V>::store(s.dout + d * P + r, Lanes<V>::load(s.dout + d * P + r) * Lanes<V>::load(factor + r));
-    pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
+    pack_operand<O>(q, q_step, spec.q.d, p.rows, spec.D, static_cast<Scalar>(score_factor(spec)), s.queries);
+    pack_operand<O>(dout, g_step, g.d, p.rows, spec.Dv, Scalar{1}, s.dout);
+    if constexpr (!kPairs)
+      for (int64_t d = 0; d < spec.Dv; ++d)
+        for (int r = 0; r < P; r += V::N)
+          Lanes<V>::store(s.dout + d * P + r,
+                          Lanes<V>::load(s.dout + d * P + r) * Lanes<V>::load(factor + r));
+    pack_rows(dout, g_step, g.d, p.rows, spec.Dv, dout_rows + i * kRowSize * P);
     for (int t = 0; t < P; ++t) factor[t] = 1;
-    pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
+    pack_rows(q, q_step, spec.q.d, p.rows, spec.D, q_rows + i * kRowSize * P);
     for (int t = 0; t < P && skipped; ++t)
       if (skipped >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.span = 0;
   }
 
-  // Loads each lane's shift, delta and the factor of its dout. Lanes beyond the rows get zeros.
-  // Returns the set of skipped rows: fully masked rows and the exact rows that forward marked. They
-  // get a large shift, which makes their weights 0.
+  // Packs rows into slices of P columns. Rows of singles are multiplied by `factor`.
+  void pack_rows(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
+                 Element* slices) {
+    constexpr int64_t tile = kTilePanels * P;
+    if constexpr (!kPairs)
+      return pack_slices<V>(source, row_stride, col_stride, rows, cols, factor, tile, slices);
+    else
+      for (int64_t c = 0; c < cols; c += P, slices += elements(tile) * P) {
+        for (int64_t i = 0; i < kRowSize * P && c + P > cols; ++i) slices[i] = 0;
+        interleave_rows(source + c * col_stride, row_stride, col_stride, rows, c + P < cols ? P : cols - c, P,
+                        slices);
+      }
+  }
+
+  // Loads each lane's shift, delta and the factor of its dout, or of its weights for pairs. Lanes beyond the
+  // rows get zeros. Returns the set of skipped rows: fully masked rows and the exact rows that forward
+  // marked. They get a large shift, which makes their weights 0.
   uint32_t load_lanes(const Panel& p, State& s) {
     const int64_t rows = spec.B * spec.Hq * spec.Lq, head = chunk.batch * spec.Hq + p.head;
     const Scalar* shift = static_cast<const Scalar*>(grads.stats) + head * spec.Lq + p.row;
@@ -204,7 +257,9 @@ struct Backward {
       const int64_t row = t * chunk.row_step;
       const bool valid = t < p.rows && !(shift[rows + row] <= 0);
       factor[t] = valid ? static_cast<Scalar>(spec.keep_scale) / shift[rows + row] : 0;
-      s.delta[t] = valid ? delta[row] / shift[rows + row] : 0;
+      s.weight_factor[t] = factor[t];
+      const Scalar divisor = kPairs ? static_cast<Scalar>(spec.keep_scale) : shift[rows + row];
+      s.delta[t] = valid ? delta[row] / divisor : 0;
       // A shift of -inf in a row that attends to keys means that a score is NaN.
       const bool finite = valid && shift[row] > -static_cast<Scalar>(__builtin_inf());
       s.shift[t] = finite ? shift[row] : valid || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
@@ -216,24 +271,36 @@ struct Backward {
   }
 
   void clear_row(State& s, int i, int t) {
-    for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
-    for (int64_t d = 0; d < spec.Dv; ++d) s.dout[d * P + t] = 0;
-    for (int64_t d = 0; d < q_slices * P; ++d) element(q_rows, i, t, d) = 0;
-    for (int64_t d = 0; d < v_slices * P; ++d) element(dout_rows, i, t, d) = 0;
+    for (int64_t d = 0; d < elements(spec.D); ++d) s.queries[d * P + t] = 0;
+    for (int64_t d = 0; d < elements(spec.Dv); ++d) s.dout[d * P + t] = 0;
+    for (int64_t d = 0; d < q_slices * P; ++d) clear_number(element(q_rows, i, t, d), t);
+    for (int64_t d = 0; d < v_slices * P; ++d) clear_number(element(dout_rows, i, t, d), t);
   }
 
-  // Returns element d of row t of panel i.
-  static Scalar& element(Scalar* rows, int i, int t, int64_t d) {
-    return rows[((d / P * kTilePanels + i) * P + t) * P + d % P];
+  // Returns the element that holds number d of row t of panel i.
+  static Element& element(Element* rows, int i, int t, int64_t d) {
+    return rows[((d / P * kTilePanels + i) * kRowSize + t / O::kTerms) * P + d % P];
+  }
+
+  // Number `index` of a sequence whose elements hold O::kTerms each, and setting it to 0.
+  static Scalar number(Element x, int64_t index) {
+    if constexpr (kPairs) return as<float>(index & 1 ? x & 0xFFFF0000 : x << 16);
+    return static_cast<Scalar>(x);
+  }
+  static void clear_number(Element& x, int64_t index) {
+    if constexpr (kPairs)
+      x &= index & 1 ? 0xFFFF : 0xFFFF0000;
+    else
+      x = 0;
   }
 
   void clear_panel(State& s, int i) {
-    for (int64_t d = 0; d < spec.D * P; ++d) s.queries[d] = 0;
-    for (int64_t d = 0; d < spec.Dv * P; ++d) s.dout[d] = 0;
+    for (int64_t d = 0; d < elements(spec.D) * P; ++d) s.queries[d] = 0;
+    for (int64_t d = 0; d < elements(spec.Dv) * P; ++d) s.dout[d] = 0;
     for (int64_t c = 0; c < q_slices; ++c)
-      for (int64_t d = 0; d < P * P; ++d) q_rows[(c * kTilePanels + i) * P * P + d] = 0;
+      for (int64_t d = 0; d < kRowSize * P; ++d) q_rows[(c * kTilePanels + i) * kRowSize * P + d] = 0;
     for (int64_t c = 0; c < v_slices; ++c)
-      for (int64_t d = 0; d < P * P; ++d) dout_rows[(c * kTilePanels + i) * P * P + d] = 0;
+      for (int64_t d = 0; d < kRowSize * P; ++d) dout_rows[(c * kTilePanels + i) * kRowSize * P + d] = 0;
   }
 
   // Computes weights w and score gradients g of keys [from, to), which some row of the panel may
@@ -246,7 +313,7 @@ struct Backward {
     const TileCoords at{
         chunk.batch,    p.head, p.row, chunk.row_step, offset() + p.row, chunk.key + from * chunk.key_step,
         chunk.key_step, p.rows};
-    const Scalar *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
+    const Element *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
     if (partial || spec.softcap > 0 || spec.bias != kNoBias || !compute_weights_fused(s, keys_at, n, w))
       compute_weights(s, at, spans, partial, keys_at, from, to, w);
     if (spec.drop_below)
@@ -285,41 +352,47 @@ struct Backward {
     }
   }
 
-  // Computes scores and weights in one pass. Returns false if D or a shift is too large for it.
-  bool compute_weights_fused(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
+  // Computes scores and weights in one pass. Returns false if a shift is too large for it.
+  bool compute_weights_fused(const State& s, const Element* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
+    if (!ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
     const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
-    multiply_rows<V>(rows, ldk, n, s.queries, spec.D, [&](int64_t c, int i, V score) {
-      Lanes<V>::store(w + (2 * c + i) * V::N, power[i](score));
+    const V factor = Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs
+    const V norm[2] = {Lanes<V>::load(s.weight_factor), Lanes<V>::load(s.weight_factor + V::N)};
+    multiply_rows<O>(rows, ldk, n, s.queries, elements(spec.D), w, [&](int64_t c, auto& tile) {
+      each_vector(tile, [&](int, int i, V& x) { x = kPairs ? power[i](x * factor) * norm[i] : power[i](x); });
+      store_rows(w + c * P, tile);
     });
     return true;
   }
 
   void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
-                       const Scalar* rows, int64_t from, int64_t to, Scalar* w) {
+                       const Element* rows, int64_t from, int64_t to, Scalar* w) {
+    const V factor = Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    V unused_max[2] = {shift[0], shift[1]};
     const int64_t n = to - from;
-    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, unused_max);
+    multiply_rows<O>(rows, ldk, n, s.queries, elements(spec.D), w, [&](int64_t c, auto& tile) {
+      if (kPairs) each_vector(tile, [&](int, int, V& x) { x = x * factor; });
+      store_rows(w + c * P, tile);
+    });
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, at, n, w);
     if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
     exponentiate<V>(w, n, shift, unused_totals);
+    for (int64_t i = 0; kPairs && i < n * P; i += V::N)
+      Lanes<V>::store(w + i, Lanes<V>::load(w + i) * Lanes<V>::load(s.weight_factor + i % P));
   }
 
   template <bool Dropped>
-  void compute_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
+  void compute_ds(const State& s, const Element* rows, int64_t n, const Scalar* w, Scalar* g) {
     const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
-    const auto finish = [&](int64_t c, int i, V dp) {
-      const int64_t at = (2 * c + i) * V::N;
-      Lanes<V>::store(g + at, score_gradient<V, Dropped>(Lanes<V>::load(w + at), dp, delta[i]));
-    };
-    if (spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
-    V unused_max[2] = {delta[0], delta[1]};
-    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, unused_max);
-    for (int64_t c = 0; c < n; ++c)
-      for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
+    multiply_rows<O>(rows, ldv, n, s.dout, elements(spec.Dv), g, [&](int64_t c, auto& tile) {
+      each_vector(tile, [&](int r, int i, V& x) {
+        const V weight = Lanes<V>::load(w + (2 * (c + r) + i) * V::N);
+        x = score_gradient<V, Dropped>(weight, x, delta[i]);
+      });
+      store_rows(g + c * P, tile);
+    });
   }
 
   // Returns whether keys inside spans may be masked by a bias of -inf. Only their weight of 0 shows
@@ -417,14 +490,21 @@ struct Backward {
 
   void add_query_gradients(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from,
                            int64_t to, const Scalar* g) {
-    const Scalar* rows = k + (from - chunk.begin) * ldk;
-    if (masked_keys_are_finite(spans, from, to))
-      return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
-    visit_pairs(p, from, to, [&](int64_t key, int t) {
-      const Scalar x = g[(key - begin) * P + t];
-      for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
-        s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
-    });
+    const Element* rows = k + (from - chunk.begin) * ldk;
+    if (!masked_keys_are_finite(spans, from, to))
+      return visit_pairs(p, from, to, [&](int64_t key, int t) {
+        const Scalar x = g[(key - begin) * P + t];
+        for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
+          s.dq[d * P + t] += x * number(k[(key - chunk.begin) * ldk + d / O::kTerms], d);
+      });
+    if constexpr (kPairs) {
+      const bool odd = (from - begin) & 1;
+      rows = key_words + (from - chunk.begin) / 2 * spec.D;
+      pair_keys(g + (from - begin) * P, odd, to - from, ds_words);
+      add_values<O>(rows, spec.D, elements(odd + to - from), ds_words, spec.D, s.dq);
+    } else {
+      add_values<O>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+    }
   }
 
   // Calls visit(key, lane) for the unmasked pairs of a panel in keys [from, to).
@@ -442,7 +522,8 @@ struct Backward {
     for (int64_t key = from; key < to; ++spans) {
       const int64_t stop = spans->end < to ? spans->end : to;
       const bool partial = bias_may_mask() || spans->lanes != kAllLanes;
-      for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
+      for (; partial && key < stop; ++key)
+        finite &= all_finite<O>(k + (key - chunk.begin) * ldk, elements(spec.D));
       key = stop;
     }
     return finite;
@@ -450,54 +531,68 @@ struct Backward {
 
   // Adds to dk or dv of the block that begins `first_key` keys into the chunk. active[tile] is the
   // set of panels that attend to the tile's keys.
-  void add_key_gradients(int64_t first_key, int64_t n, const uint32_t* active, const Scalar* a,
-                         const Scalar* rows, int64_t slices, Scalar* sum) {
+  void add_key_gradients(int64_t first_key, int64_t n, const uint32_t* active, const Element* a,
+                         const Element* rows, int64_t slices, Scalar* sum) {
     for (int64_t c = 0; c < slices; ++c)
-      for (int64_t tile = 0; tile * kLanesRows < n; ++tile) {
-        const int64_t first = tile * kLanesRows, left = n - first < kLanesRows ? n - first : kLanesRows;
+      for (int64_t tile = 0; tile * kRows < n; ++tile) {
+        const int64_t first = tile * kRows, left = n - first < kRows ? n - first : kRows;
         if (active[tile])
-          add_lanes<V>(left, a + first * P, kBlockSize, active[tile], rows + c * kTilePanels * P * P,
-                       sum + (first_key + first) * slices * P + c * P, slices * P);
+          add_lanes<O>(left, a + first * kRowSize, kKeys * kRowSize, active[tile],
+                       rows + c * kTilePanels * kRowSize * P, sum + (first_key + first) * slices * P + c * P,
+                       slices * P);
       }
   }
 
   // Like add_key_gradients, but skips masked pairs: 0 times a NaN in the query's row would be NaN.
-  void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Scalar* a,
-                                 Scalar* rows, int64_t slices, Scalar* sum) {
+  void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Element* a,
+                                 Element* rows, int64_t slices, Scalar* sum) {
     for (int i = 0; i < count; ++i)
       visit_pairs(panels[i], begin, end, [&](int64_t key, int t) {
-        const Scalar x = a[i * kBlockSize + (key - begin) * P + t];
+        const Scalar x = number(a[(i * kKeys + key - begin) * kRowSize + t / O::kTerms], t);
         for (int64_t d = 0; d < slices * P && !(bias_may_mask() && x == 0); ++d)
-          sum[(key - chunk.begin) * slices * P + d] += x * element(rows, i, t, d);
+          sum[(key - chunk.begin) * slices * P + d] += x * number(element(rows, i, t, d), t);
       });
   }
 
   void zero_rows(int panel, int64_t from, int64_t to) {
-    for (int64_t i = from * P; i < to * P; ++i)
-      weights[panel * kBlockSize + i] = ds[panel * kBlockSize + i] = 0;
+    const int64_t first = panel * kKeys * kRowSize;
+    for (int64_t i = first + from * kRowSize; i < first + to * kRowSize; ++i) weight_rows[i] = ds_rows[i] = 0;
   }
 
   // Processes one panel and the block [begin, end). Returns whether all its rows attend to the
   // whole block.
   bool process_panel(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* active) {
-    Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
+    const int64_t first_row = panel * kKeys;
+    Scalar *w = weights + (kPairs ? 0 : first_row * P), *g = ds + (kPairs ? 0 : first_row * P);
     bool covers_block = false;
     visit_spans(p, s.span, begin, end, kAllLanes,
                 [&](const Span* first, int64_t from, int64_t to, bool partial) {
                   mark_active(panel, from - begin, to - begin, end - begin, active);
                   process_spans(p, s, first, begin, from, to, w, g);
+                  if constexpr (kPairs) round_rows(first_row, w, g, from - begin, to - begin);
                   if (grads.dq && !chunk.bias_only) add_query_gradients(p, s, first, begin, from, to, g);
                   covers_block = !partial && from == begin && to == end;
                 });
     return covers_block;
   }
 
+  // Rounds rows [from, to) of weights and ds to words of two queries.
+  void round_rows(int64_t first_row, const Scalar* w, const Scalar* g, int64_t from, int64_t to) {
+    const auto round = [&](const Scalar* rows, Element* words) {
+      words += (first_row + from) * kRowSize;
+      for (int64_t i = from * P; i < to * P; i += P, words += kRowSize)
+        Lanes<O>::store(words, narrow(Lanes<V>::load(rows + i), Lanes<V>::load(rows + i + V::N)));
+    };
+    if (want_v) round(w, weight_rows);
+    if (want_k) round(g, ds_rows);
+  }
+
   // Adds the panel to `active` for the tiles of keys [from, to), and zeros its weights and ds for
   // the other keys of these tiles.
   void mark_active(int panel, int64_t from, int64_t to, int64_t n, uint32_t* active) {
-    const int64_t first = from / kLanesRows, last = (to - 1) / kLanesRows;
-    if (!(active[first] >> panel & 1)) zero_rows(panel, first * kLanesRows, from);
-    const int64_t stop = (last + 1) * kLanesRows;
+    const int64_t first = from / kRows, last = (to - 1) / kRows;
+    if (!(active[first] >> panel & 1)) zero_rows(panel, first * kRows, from);
+    const int64_t stop = (last + 1) * kRows;
     zero_rows(panel, to, stop < n ? stop : n);
     for (int64_t tile = first; tile <= last; ++tile) active[tile] |= 1u << panel;
   }
@@ -508,11 +603,12 @@ struct Backward {
     for (int i = 0; i < count; ++i) all_full &= process_panel(panels[i], states[i], i, begin, end, active);
     const int64_t first_key = begin - chunk.begin, n = end - begin;
     if (all_full || rows_are_finite(count)) {
-      if (want_v) add_key_gradients(first_key, n, active, weights, dout_rows, v_slices, dv_sum);
-      if (want_k) add_key_gradients(first_key, n, active, ds, q_rows, q_slices, dk_sum);
+      if (want_v) add_key_gradients(first_key, n, active, weight_rows, dout_rows, v_slices, dv_sum);
+      if (want_k) add_key_gradients(first_key, n, active, ds_rows, q_rows, q_slices, dk_sum);
     } else {
-      if (want_v) add_key_gradients_by_pair(panels, count, begin, end, weights, dout_rows, v_slices, dv_sum);
-      if (want_k) add_key_gradients_by_pair(panels, count, begin, end, ds, q_rows, q_slices, dk_sum);
+      if (want_v)
+        add_key_gradients_by_pair(panels, count, begin, end, weight_rows, dout_rows, v_slices, dv_sum);
+      if (want_k) add_key_gradients_by_pair(panels, count, begin, end, ds_rows, q_rows, q_slices, dk_sum);
     }
   }
 

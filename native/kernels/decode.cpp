@@ -338,7 +338,7 @@ struct Decode {
   }
 
   void start_queries() {
-    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+    const double scale = score_factor(spec);
     for (int64_t r = 0; r < rows; ++r) {
       Scalar* row = queries + r * ldq;
       copy_rows<V>(query(first + r), 0, spec.q.d, 1, spec.D, 0, row);
@@ -407,8 +407,8 @@ struct Decode {
     Scalar ones[P];
     for (Scalar& one : ones) one = 1;
     visit_panels([&](int64_t i, int count) {
-      V unused[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
-      score_keys<V>(k.data, k.ld, n, query_panels + i * P * spec.D, spec.D, panel_scores, unused);
+      multiply_rows<V>(k.data, k.ld, n, query_panels + i * P * spec.D, spec.D, panel_scores,
+                       [&](int64_t row, auto& tile) { store_rows(panel_scores + row * P, tile); });
       unpack<V>(panel_scores, n, ones, count, scores + i * P * kSplitKeys + c, kSplitKeys, 1, StoreAsIs<V>());
     });
   }

@@ -1,7 +1,9 @@
 // Forward attention with an online softmax, for the panels of one task. Loop order: key blocks of
 // 192 keys outside, panels inside, so that each block is read and converted once for all panels. In
 // a block, each panel computes scores [key][P] in register tiles of 6 keys x P rows, applies
-// softcap, bias and mask, updates its softmax and adds V^T weights to out[Dv][P].
+// softcap, bias and mask, updates its softmax and adds V^T weights to out[Dv][P]. With pairs, the
+// weights are rounded to words of two keys, and V is copied to such words; a lane's output is divided
+// by the sum of the rounded weights.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/exact.inl.h"
@@ -14,12 +16,17 @@ constexpr int64_t kKeyBlock = 192;  // the scores of a panel stay in L1
 template <class V, class S>
 struct Forward {
   using Scalar = Number<V>;
+  using O = Operand<V, S>;
+  using Element = Number<O>;
   static constexpr int P = kPanel<V>;
+  static constexpr bool kPairs = O::kTerms == 2;
 
-  // A panel's running state: scaled queries[D][P], out[Dv][P], each lane's softmax shift and sum
-  // and dropout words, the next span, and the initial shift and sum (those of the sink, if any).
+  // A panel's running state: queries[D][P] (scaled, or as words), out[Dv][P], each lane's softmax
+  // shift and sum, the sum of its weights as they are multiplied with values, its dropout words, the
+  // next span, and the initial shift and sum (those of the sink, if any).
   struct State {
-    Scalar *queries, *out, *shift, *total;
+    Element* queries;
+    Scalar *out, *shift, *total, *rounded_total;
     uint32_t *low, *high;
     int64_t span = 0;
     Scalar first_shift = 0, first_total = 0;
@@ -31,9 +38,9 @@ struct Forward {
     const Span* spans;
     bool partial;
     int64_t begin, end;
-    const Scalar* keys;
+    const Element* keys;
     int64_t ldk;
-    const Scalar* values;
+    const Element* values;
     int64_t ldv;
   };
 
@@ -42,30 +49,41 @@ struct Forward {
   const Call& call;
   Arena arena;
   State* states;
-  Scalar *scores, *keys, *values, *factor;
+  Scalar *scores, *factor;
+  Element *keys, *values, *weights;
   double* row_sum;
-  Strides k, v;  // strides of K and V in the task's numbering of keys
+  Strides k, v;   // strides of K and V in the task's numbering of keys
+  int64_t depth;  // elements of a query or key
 
   explicit Forward(const Task& t)
       : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
     k = spec.k, v = spec.v;
     k.l *= task.key_step, v.l *= task.key_step;
+    depth = elements(spec.D);
     states = arena.take<State>(task.n_panels);
-    for (int i = 0; i < task.n_panels; ++i)
-      states[i] = {arena.take<Scalar>(spec.D * P), arena.take<Scalar>(spec.Dv * P), arena.take<Scalar>(P),
-                   arena.take<Scalar>(P),          arena.take<uint32_t>(P),         arena.take<uint32_t>(P)};
+    for (int i = 0; i < task.n_panels; ++i) {
+      State& s = states[i];
+      s = {arena.take<Element>(depth * P), arena.take<Scalar>(spec.Dv * P),    arena.take<Scalar>(P),
+           arena.take<Scalar>(P),          arena.take<Scalar>(kPairs ? P : 0), arena.take<uint32_t>(P),
+           arena.take<uint32_t>(P)};
+      if (!kPairs) s.rounded_total = s.total;
+    }
     scores = arena.take<Scalar>(kKeyBlock * P);
+    weights = arena.take<Element>(kPairs ? elements(kKeyBlock) * P : 0);
     factor = arena.take<Scalar>(P);
     row_sum = arena.take<double>(spec.Dv);
-    keys = arena.take<Scalar>(task.copy_k ? kKeyBlock * spec.D : 0);
-    values = arena.take<Scalar>(task.copy_v ? kKeyBlock * spec.Dv : 0);
+    keys = arena.take<Element>(task.copy_k ? kKeyBlock * depth : 0);
+    values = arena.take<Element>(task.copy_v ? elements(kKeyBlock) * spec.Dv : 0);
   }
+
+  // Returns how many elements hold n numbers.
+  static int64_t elements(int64_t n) { return (n + O::kTerms - 1) / O::kTerms; }
 
   static int64_t scratch_bytes(const Spec& s, int panels, bool copy_k, bool copy_v) {
     const int64_t line = 64, word = sizeof(Scalar);
     const int64_t panel =
-        round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 4 * round_up(P * 8, line);
-    const int64_t block = kKeyBlock * (P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
+        round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 5 * round_up(P * 8, line);
+    const int64_t block = kKeyBlock * (2 * P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
     return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
   }
 
@@ -73,11 +91,10 @@ struct Forward {
   uint32_t all_lanes(const Panel& p) const { return p.rows == 32 ? ~0u : (1u << p.rows) - 1; }
 
   void start(const Panel& p, State& s) {
-    const double scale = spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
     const S* q = static_cast<const S*>(call.q) + task.batch * spec.q.b + p.head * spec.q.h + p.row * spec.q.l;
-    for (int64_t i = 0; i < spec.D * P && p.rows < P; ++i) s.queries[i] = 0;
-    pack<V>(q, spec.q.l * task.row_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)},
-            s.queries);
+    const int64_t step = spec.q.l * task.row_step;
+    for (int64_t i = 0; i < depth * P && p.rows < P; ++i) s.queries[i] = 0;
+    pack_operand<O>(q, step, spec.q.d, p.rows, spec.D, static_cast<Scalar>(score_factor(spec)), s.queries);
     for (int64_t i = 0; i < spec.Dv * P; ++i) s.out[i] = 0;
     start_softmax(p, s);
     if (spec.drop_below)
@@ -91,6 +108,7 @@ struct Forward {
     for (int r = 0; r < P; r += V::N) {
       Lanes<V>::store(s.shift + r, shift);
       Lanes<V>::store(s.total + r, total);
+      Lanes<V>::store(s.rounded_total + r, total);
     }
     s.first_shift = s.shift[0];
     s.first_total = s.total[0];
@@ -121,27 +139,32 @@ struct Forward {
     if (!grown) return;
     for (int i = 0; i < 2; ++i) {
       rescale[i] = exp2(old[i] - shift[i]);
-      Lanes<V>::store(s.total + i * V::N, Lanes<V>::load(s.total + i * V::N) * rescale[i]);
+      scale_vector(s.total + i * V::N, rescale[i]);
+      if (kPairs) scale_vector(s.rounded_total + i * V::N, rescale[i]);
       Lanes<V>::store(factor + i * V::N, rescale[i]);
     }
     for (int64_t d = 0; d < spec.Dv; ++d)
-      for (int i = 0; i < 2; ++i) {
-        Scalar* o = s.out + d * P + i * V::N;
-        Lanes<V>::store(o, Lanes<V>::load(o) * rescale[i]);
-      }
+      for (int i = 0; i < 2; ++i) scale_vector(s.out + d * P + i * V::N, rescale[i]);
   }
+
+  static void scale_vector(Scalar* x, V factor) { Lanes<V>::store(x, Lanes<V>::load(x) * factor); }
 
   // Computes the scores of the view's keys and each lane's maximum.
   void score(const Panel& p, const State& s, const SpanView& view, V (&lane_max)[2]) {
+    const V factor =
+        Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs; other queries are scaled
     const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
     const int64_t n = view.end - view.begin;
-    lane_max[0] = lane_max[1] = minus_inf;
-    bool max_is_known = score_keys<V>(view.keys, view.ldk, n, s.queries, spec.D, scores, lane_max);
+    V tile_max[2] = {minus_inf, minus_inf};
+    multiply_rows<O>(view.keys, view.ldk, n, s.queries, depth, scores, [&](int64_t c, auto& tile) {
+      if (kPairs) each_vector(tile, [&](int, int, V& x) { x = x * factor; });
+      store_rows(scores + c * P, tile);
+      each_vector(tile, [&](int, int i, V score) { tile_max[i] = max(score, tile_max[i]); });
+    });
+    lane_max[0] = tile_max[0];
+    lane_max[1] = tile_max[1];
     if (view.partial || spec.softcap > 0 || spec.bias != kNoBias) {
       apply_cap_bias_mask(p, view.spans, view.partial, view.begin, n);
-      max_is_known = false;
-    }
-    if (!max_is_known) {
       lane_max[0] = lane_max[1] = minus_inf;
       max_over_keys<V>(scores, n, lane_max);
     }
@@ -152,9 +175,31 @@ struct Forward {
     V lane_max[2], shift[2];
     score(p, s, view, lane_max);
     update_shift(s, lane_max, shift);
+    if constexpr (kPairs) {
+      weigh_pairs(s, view, shift);
+      const int64_t words = elements((view.begin & 1) + n);
+      add_values<O>(view.values, view.ldv, words, weights, spec.Dv, s.out);
+    } else {
+      exponentiate<V>(scores, n, shift, s.total);
+      if (spec.drop_below) drop_block(s, view.begin, n);
+      add_values<V>(view.values, view.ldv, n, scores, spec.Dv, s.out);
+    }
+  }
+
+  // Turns scores into words of weights. With dropout, the totals include the dropped weights.
+  void weigh_pairs(State& s, const SpanView& view, const V (&shift)[2]) {
+    const int64_t n = view.end - view.begin;
+    const bool odd = view.begin & 1;
+    if (!spec.drop_below)
+      return with_power<V>(shift, [&](const auto& power) {
+        exponentiate_pairs_with(scores, odd, n, power, weights, s.total, s.rounded_total);
+      });
+    Scalar unused[P] = {};
+    const SameWeight<V> same[2] = {};
     exponentiate<V>(scores, n, shift, s.total);
-    if (spec.drop_below) drop_block(s, view.begin, n);
-    add_values<V>(view.values, view.ldv, n, scores, spec.Dv, s.out);
+    exponentiate_pairs_with(scores, odd, n, same, weights, unused, s.rounded_total);
+    drop_block(s, view.begin, n);
+    exponentiate_pairs_with(scores, odd, n, same, weights, unused, unused);
   }
 
   void drop_block(const State& s, int64_t begin, int64_t n) {
@@ -164,12 +209,12 @@ struct Forward {
 
   // Calls visit(SpanView) for the panel's spans in the key block [begin, end).
   template <class Visit>
-  void visit_panel(const Panel& p, State& s, int64_t begin, int64_t end, const Scalar* kb, int64_t ldk,
-                   const Scalar* vb, int64_t ldv, Visit visit) {
+  void visit_panel(const Panel& p, State& s, int64_t begin, int64_t end, const Element* kb, int64_t ldk,
+                   const Element* vb, int64_t ldv, Visit visit) {
     visit_spans(p, s.span, begin, end, all_lanes(p),
                 [&](const Span* first, int64_t from, int64_t to, bool partial) {
                   visit(SpanView{first, partial, from, to, kb + (from - begin) * ldk, ldk,
-                                 vb + (from - begin) * ldv, ldv});
+                                 vb + (from - begin) / O::kTerms * ldv, ldv});
                 });
   }
 
@@ -188,15 +233,21 @@ struct Forward {
            key * stride.l;
   }
 
-  // Returns rows [begin, end) of K or V in the compute type: in place, or copied to `target`.
-  const Scalar* key_rows(const void* base, const Strides& stride, bool copy, int64_t begin, int64_t end,
-                         int64_t width, Scalar* target, int64_t& ld) {
-    ld = copy ? width : stride.l;
-    if (width == 0) return target;
-    const S* source = key_row(base, stride, begin);
-    if (!copy) return reinterpret_cast<const Scalar*>(source);
-    copy_rows<V>(source, stride.l, stride.d, end - begin, width, width, target);
-    return target;
+  // Return rows [begin, end) of K or V as operands: in place or copied. Pairs of values are always
+  // copied, to words of two keys.
+  const Element* key_block(int64_t begin, int64_t end, int64_t& ld) {
+    const S* source = key_row(call.k, k, begin);
+    ld = task.copy_k ? depth : k.l / O::kTerms;
+    if (!task.copy_k) return reinterpret_cast<const Element*>(source);
+    copy_operand<O>(source, k.l, k.d, end - begin, spec.D, ld, keys);
+    return keys;
+  }
+  const Element* value_block(int64_t begin, int64_t end, int64_t& ld) {
+    const S* source = spec.Dv ? key_row(call.v, v, begin) : nullptr;
+    ld = task.copy_v ? spec.Dv : v.l;
+    if (!task.copy_v) return reinterpret_cast<const Element*>(source);
+    copy_transposed_operand<O>(source, v.l, v.d, end - begin, spec.Dv, ld, values);
+    return values;
   }
 
   // Calls visit(panel index, SpanView) for all panels, key block by key block, and end_block(first
@@ -216,8 +267,8 @@ struct Forward {
       if (!any_panel_attends(begin, end)) continue;
       if (task.stop(task.stop_context)) return;
       int64_t ldk, ldv;
-      const Scalar* kb = key_rows(call.k, k, task.copy_k, begin, end, spec.D, keys, ldk);
-      const Scalar* vb = key_rows(call.v, v, task.copy_v, begin, end, spec.Dv, values, ldv);
+      const Element* kb = key_block(begin, end, ldk);
+      const Element* vb = value_block(begin, end, ldv);
       for (int i = 0; i < task.n_panels; ++i)
         visit_panel(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv,
                     [&](const SpanView& view) { visit(i, view); });
@@ -251,7 +302,7 @@ struct Forward {
                       ? static_cast<Scalar*>(call.lse) + (task.batch * spec.Hq + p.head) * spec.Lq + p.row
                       : nullptr;
     for (int t = 0; t < p.rows; ++t)
-      factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total[t];
+      factor[t] = s.total[t] == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.rounded_total[t];
     unpack<V>(s.out, spec.Dv, factor, p.rows, out, spec.out.l * task.row_step, spec.out.d, StoreAsIs<V>());
     if (call.residual) write_residual(p, s, out);
     for (int t = 0; lse && t < p.rows; ++t)

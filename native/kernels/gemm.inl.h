@@ -1,7 +1,8 @@
 // The matrix multiplication micro-kernel and the products that attention needs. A tile of R <= 6
-// rows by one panel of P = 2 * V::N lanes stays in registers: C[r][0:P] = sum over k of A(r, k) *
-// B[k][0:P]. Loop order: chains of at most kChain terms, tiles of rows, k. Each chain's sum is
-// added to C in memory, which bounds the rounding error.
+// rows (8 for pairs) by one panel of P = 2 * V::N lanes stays in registers: C[r][0:P] = sum over k of
+// A(r, k) * B[k][0:P]. Loop order: chains of at most kDepth elements, tiles of rows, k. Each chain's
+// sum is added to C in memory, which bounds the rounding error. O is the operand: the vector type of
+// A and B (see isa.h). Depths are in elements of A: with pairs, two numbers each.
 #pragma once
 #include "kernels/isa.h"
 
@@ -10,33 +11,60 @@
 
 namespace {
 
-// Returns the rows of the next tile. Remainders of 7 and 8 rows are split into 4 + 3 and 4 + 4,
+// Rows of a register tile: enough for the latency of the products.
+template <class O>
+constexpr int kTileRows = O::kTerms == 1 ? 6 : 8;
+
+// Elements summed in one chain. Products of pairs are rounded once for two terms, and their inputs
+// are so coarse that longer chains do not show.
+template <class O>
+constexpr int64_t kDepth = O::kTerms == 1 ? kChain : 128;
+
+// Returns the rows of the next tile. Remainders of up to 2 rows beyond a full tile are split evenly,
 // which avoids tiles of 1 or 2 rows.
+template <int Most>
 inline int tile_rows(int64_t left) {
-  if (left == 7 || left == 8) return 4;
-  return left < 6 ? static_cast<int>(left) : 6;
+  if (left > Most && left < Most + 3) return static_cast<int>(left + 1) / 2;
+  return left < Most ? static_cast<int>(left) : Most;
 }
 
 // sum += A * B for R rows. A(r, k) is a[r * lda + k] if RowMajor, else a[r + k * lda].
-template <class V, int R, bool RowMajor>
-REGARD_INLINE void multiply_add(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
-                                V (&sum)[R][2]) {
+template <class O, int R, bool RowMajor>
+REGARD_INLINE void multiply_add(const Number<O>* a, int64_t lda, const Number<O>* b, int64_t depth,
+                                Sum<O> (&sum)[R][2]) {
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
-    const V b0 = Lanes<V>::load(b + k * 2 * V::N), b1 = Lanes<V>::load(b + k * 2 * V::N + V::N);
+    const O b0 = Lanes<O>::load(b + k * 2 * O::N), b1 = Lanes<O>::load(b + k * 2 * O::N + O::N);
     UNROLLED (r, R) {
-      const V x = Lanes<V>::set(RowMajor ? a[r * lda + k] : a[r + k * lda]);
+      const O x = Lanes<O>::set(RowMajor ? a[r * lda + k] : a[r + k * lda]);
       sum[r][0] = fma(x, b0, sum[r][0]);
       sum[r][1] = fma(x, b1, sum[r][1]);
     }
   }
 }
 
-template <class V, int R, bool RowMajor>
-REGARD_INLINE void multiply(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
-                            V (&sum)[R][2]) {
-  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
-  multiply_add<V, R, RowMajor>(a, lda, b, depth, sum);
+template <class O, int R, bool RowMajor>
+REGARD_INLINE void multiply(const Number<O>* a, int64_t lda, const Number<O>* b, int64_t depth,
+                            Sum<O> (&sum)[R][2]) {
+  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<Sum<O>>::zero();
+  multiply_add<O, R, RowMajor>(a, lda, b, depth, sum);
+}
+
+// Calls visit(row, half, vector) for the vectors of a tile.
+template <class V, int R, class Visit>
+REGARD_INLINE void each_vector(V (&tile)[R][2], Visit visit) {
+  UNROLLED (r, R)
+    UNROLLED (i, 2) visit(r, i, tile[r][i]);
+}
+
+// tile += rows[R][P], and rows[R][P] = tile.
+template <class V, int R>
+REGARD_INLINE void add_rows(const Number<V>* rows, V (&tile)[R][2]) {
+  each_vector(tile, [&](int r, int i, V& x) { x = x + Lanes<V>::load(rows + (2 * r + i) * V::N); });
+}
+template <class V, int R>
+REGARD_INLINE void store_rows(Number<V>* rows, V (&tile)[R][2]) {
+  each_vector(tile, [&](int r, int i, V x) { Lanes<V>::store(rows + (2 * r + i) * V::N, x); });
 }
 
 template <int R>
@@ -44,138 +72,92 @@ struct RowCount {
   static constexpr int value = R;
 };
 
+// Calls call(RowCount<rows>) for 1 <= rows <= Most.
+template <int Most, class Call>
+REGARD_INLINE void with_rows(int64_t rows, Call call) {
+  if constexpr (Most > 1)
+    if (rows < Most) return with_rows<Most - 1>(rows, call);
+  call(RowCount<Most>{});
+}
+
 // Calls tile(RowCount<R>, first row) for tiles that cover n rows.
-template <class Tile>
+template <int Most = kTileRows<Floats>, class Tile>
 REGARD_INLINE void visit_tiles(int64_t n, Tile tile) {
   for (int64_t first = 0, rows; first < n; first += rows) {
-    rows = tile_rows(n - first);
-    if (rows == 6)
-      tile(RowCount<6>{}, first);
-    else if (rows == 4)
-      tile(RowCount<4>{}, first);
-    else if (rows == 5)
-      tile(RowCount<5>{}, first);
-    else if (rows == 3)
-      tile(RowCount<3>{}, first);
-    else if (rows == 2)
-      tile(RowCount<2>{}, first);
-    else
-      tile(RowCount<1>{}, first);
+    rows = tile_rows<Most>(n - first);
+    with_rows<Most>(rows, [&](auto count) REGARD_ALWAYS { tile(count, first); });
   }
 }
 
-// C = A * B for R rows. Raises `lane_max` to each lane's largest element.
-template <class V, int R>
-REGARD_INLINE void set_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth, Number<V>* c,
-                            V (&lane_max)[2]) {
-  V sum[R][2];
-  multiply<V, R, true>(a, lda, b, depth, sum);
-  UNROLLED (r, R)
-    UNROLLED (i, 2) {
-      Lanes<V>::store(c + (2 * r + i) * V::N, sum[r][i]);
-      lane_max[i] = max(sum[r][i], lane_max[i]);
-    }
-}
-
 // C += A * B for R rows.
-template <class V, int R, bool RowMajor>
-REGARD_INLINE void add_tile(const Number<V>* a, int64_t lda, const Number<V>* b, int64_t depth,
-                            Number<V>* c) {
-  V sum[R][2];
-  multiply<V, R, RowMajor>(a, lda, b, depth, sum);
-  UNROLLED (r, R)
-    UNROLLED (i, 2) {
-      Number<V>* target = c + (2 * r + i) * V::N;
-      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
-    }
+template <class O, int R, bool RowMajor>
+REGARD_INLINE void add_tile(const Number<O>* a, int64_t lda, const Number<O>* b, int64_t depth,
+                            Number<Sum<O>>* c) {
+  Sum<O> sum[R][2];
+  multiply<O, R, RowMajor>(a, lda, b, depth, sum);
+  add_rows(c, sum);
+  store_rows(c, sum);
 }
 
-// scores[n][P] = keys[n][D] * queries[D][P]. Returns whether `lane_max` holds each lane's largest
-// score: false if D takes several chains.
-template <class V>
-bool score_keys(const Number<V>* keys, int64_t ld, int64_t n, const Number<V>* queries, int64_t D,
-                Number<V>* scores, V (&lane_max)[2]) {
-  constexpr int P = 2 * V::N;
-  V local_max[2] = {lane_max[0], lane_max[1]};
-  visit_tiles(n, [&](auto rows, int64_t j) {
-    set_tile<V, rows.value>(keys + j * ld, ld, queries, D < kChain ? D : kChain, scores + j * P, local_max);
-  });
-  lane_max[0] = local_max[0];
-  lane_max[1] = local_max[1];
-  for (int64_t d = kChain; d < D; d += kChain)
-    visit_tiles(n, [&](auto rows, int64_t j) {
-      const int64_t depth = D - d < kChain ? D - d : kChain;
-      add_tile<V, rows.value, true>(keys + j * ld + d, ld, queries + d * P, depth, scores + j * P);
+// Calls finish(row, sum) with the products rows[n][depth] * panel[depth][P], one tile at a time, while
+// they are in registers: sum[R][2] are the vectors of rows [row, row + R). The sums of all chains
+// but the last wait in buffer[n][P].
+template <class O, class Finish>
+void multiply_rows(const Number<O>* rows, int64_t ld, int64_t n, const Number<O>* panel, int64_t depth,
+                   Number<Sum<O>>* buffer, Finish finish) {
+  constexpr int P = 2 * O::N;
+  int64_t k = 0;
+  do {
+    const int64_t chain = depth - k < kDepth<O> ? depth - k : kDepth<O>;
+    visit_tiles<kTileRows<O>>(n, [&](auto count, int64_t row) {
+      Sum<O> sum[count.value][2];
+      multiply<O, count.value, true>(rows + row * ld + k, ld, panel + k * P, chain, sum);
+      if (k > 0) add_rows(buffer + row * P, sum);
+      if (k + chain < depth)
+        store_rows(buffer + row * P, sum);
+      else
+        finish(row, sum);
     });
-  return D <= kChain;
-}
-
-// Calls finish(row, half, products) with the two vectors of each row of rows[n][depth] *
-// panel[depth][P]. The depth is at most kChain.
-template <class V, class Finish>
-void multiply_rows(const Number<V>* rows, int64_t ld, int64_t n, const Number<V>* panel, int64_t depth,
-                   Finish finish) {
-  visit_tiles(n, [&](auto count, int64_t row) {
-    V sum[count.value][2];
-    multiply<V, count.value, true>(rows + row * ld, ld, panel, depth, sum);
-    UNROLLED (r, count.value)
-      UNROLLED (i, 2) finish(row + r, i, sum[r][i]);
-  });
+    k += chain;
+  } while (k < depth);
 }
 
 // out[Dv][P] += values[n][Dv]^T * weights[n][P]
-template <class V>
-void add_values(const Number<V>* values, int64_t ld, int64_t n, const Number<V>* weights, int64_t Dv,
-                Number<V>* out) {
-  constexpr int64_t chain = kChain < 96 ? kChain : 96;
+template <class O>
+void add_values(const Number<O>* values, int64_t ld, int64_t n, const Number<O>* weights, int64_t Dv,
+                Number<Sum<O>>* out) {
+  constexpr int64_t chain = kDepth<O> < 96 ? kDepth<O> : 96;
   for (int64_t k = 0; k < n; k += chain)
-    visit_tiles(Dv, [&](auto rows, int64_t d) {
+    visit_tiles<kTileRows<O>>(Dv, [&](auto rows, int64_t d) {
       const int64_t depth = n - k < chain ? n - k : chain;
-      add_tile<V, rows.value, false>(values + k * ld + d, ld, weights + k * 2 * V::N, depth,
-                                     out + d * 2 * V::N);
+      add_tile<O, rows.value, false>(values + k * ld + d, ld, weights + k * 2 * O::N, depth,
+                                     out + d * 2 * O::N);
     });
 }
 
 // C[r][0:P] += A[panel][r][lane] * B[panel][lane][0:P], summed over all lanes of the panels in the
 // bit set `panels`.
-template <class V, int R>
-REGARD_INLINE void add_lanes(const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
-                             Number<V>* c, int64_t ldc) {
-  constexpr int P = 2 * V::N;
-  V sum[R][2];
-  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<V>::zero();
-  for (; panels; panels >>= 1, a += panel_stride, b += P * P) {
-    if (!(panels & 1)) continue;
-#pragma GCC unroll 4
-    for (int k = 0; k < P; ++k) {
-      const V b0 = Lanes<V>::load(b + k * P), b1 = Lanes<V>::load(b + k * P + V::N);
-      UNROLLED (r, R) {
-        const V x = Lanes<V>::set(a[r * P + k]);
-        sum[r][0] = fma(x, b0, sum[r][0]);
-        sum[r][1] = fma(x, b1, sum[r][1]);
-      }
-    }
-  }
+template <class O, int R>
+REGARD_INLINE void add_lanes(const Number<O>* a, int64_t panel_stride, uint32_t panels, const Number<O>* b,
+                             Number<Sum<O>>* c, int64_t ldc) {
+  constexpr int P = 2 * O::N, depth = P / O::kTerms;
+  Sum<O> sum[R][2];
+  UNROLLED (r, R) sum[r][0] = sum[r][1] = Lanes<Sum<O>>::zero();
+  for (; panels; panels >>= 1, a += panel_stride, b += depth * P)
+    if (panels & 1) multiply_add<O, R, true>(a, depth, b, depth, sum);
   UNROLLED (r, R)
     UNROLLED (i, 2) {
-      Number<V>* target = c + r * ldc + i * V::N;
-      Lanes<V>::store(target, Lanes<V>::load(target) + sum[r][i]);
+      Number<Sum<O>>* target = c + r * ldc + i * O::N;
+      Lanes<Sum<O>>::store(target, Lanes<Sum<O>>::load(target) + sum[r][i]);
     }
 }
 
-// Calls add_lanes<V, R> with R = rows. `rows` must be at most kLanesRows.
-constexpr int kLanesRows = 6;
-template <class V>
-void add_lanes(int64_t rows, const Number<V>* a, int64_t panel_stride, uint32_t panels, const Number<V>* b,
-               Number<V>* c, int64_t ldc) {
-  switch (rows) {
-    case 6: return add_lanes<V, 6>(a, panel_stride, panels, b, c, ldc);
-    case 5: return add_lanes<V, 5>(a, panel_stride, panels, b, c, ldc);
-    case 4: return add_lanes<V, 4>(a, panel_stride, panels, b, c, ldc);
-    case 3: return add_lanes<V, 3>(a, panel_stride, panels, b, c, ldc);
-    case 2: return add_lanes<V, 2>(a, panel_stride, panels, b, c, ldc);
-    default: return add_lanes<V, 1>(a, panel_stride, panels, b, c, ldc);
-  }
+// Calls add_lanes<O, R> with R = rows, which must be at most kTileRows<O>.
+template <class O>
+void add_lanes(int64_t rows, const Number<O>* a, int64_t panel_stride, uint32_t panels, const Number<O>* b,
+               Number<Sum<O>>* c, int64_t ldc) {
+  with_rows<kTileRows<O>>(
+      rows, [&](auto count) REGARD_ALWAYS { add_lanes<O, count.value>(a, panel_stride, panels, b, c, ldc); });
 }
 
 }  // namespace

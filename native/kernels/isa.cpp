@@ -6,20 +6,37 @@
 
 namespace {
 
-// Runs independent chains of multiply-adds in registers. Returns the number of floating point
-// operations.
-double fma_probe(int64_t rounds) {
-  constexpr int kChains = 12;
+// Runs independent chains of products in registers: sum[i] = multiply(sum[i]). Returns the number of
+// floating point operations if a product of two vectors takes `flops`.
+template <class Multiply>
+double product_probe(int64_t rounds, int flops, Multiply multiply) {
+  constexpr int kChains = 16;  // enough to start products at full rate
   Floats sum[kChains];
   for (int i = 0; i < kChains; ++i) sum[i] = Lanes<Floats>::set(static_cast<float>(i));
-  const Floats a = Lanes<Floats>::set(0.999f), b = Lanes<Floats>::set(0.001f);
   for (int64_t n = 0; n < rounds; ++n)
-    UNROLLED (i, kChains) sum[i] = fma(sum[i], a, b);
+    UNROLLED (i, kChains) sum[i] = multiply(sum[i]);
   float check[Floats::N];
   for (int i = 1; i < kChains; ++i) sum[0] = sum[0] + sum[i];
   Lanes<Floats>::store(check, sum[0]);
-  return check[0] == 12345.0f ? 0.0 : 2.0 * Floats::N * kChains * static_cast<double>(rounds);
+  return check[0] == 12345.0f ? 0.0 : static_cast<double>(flops * kChains) * static_cast<double>(rounds);
 }
+
+double fma_probe(int64_t rounds) {
+  const Floats a = Lanes<Floats>::set(0.999f), b = Lanes<Floats>::set(0.001f);
+  return product_probe(rounds, 2 * Floats::N, [=](Floats sum) { return fma(sum, a, b); });
+}
+
+#ifdef REGARD_PAIRS
+constexpr bool kPairs = true;
+double bfloat16_probe(int64_t rounds) {
+  const Floats x = Lanes<Floats>::set(0.01f);
+  const Pairs a = pair(x, x);
+  return product_probe(rounds, 4 * Floats::N, [=](Floats sum) { return fma(a, a, sum); });
+}
+#else
+constexpr bool kPairs = false;
+double bfloat16_probe(int64_t rounds) { return fma_probe(rounds); }
+#endif
 
 // Reads every float once. Returns their sum, so that the compiler keeps the loads.
 double read_probe(const float* data, int64_t count) {
@@ -39,8 +56,16 @@ double read_probe(const float* data, int64_t count) {
 #define REGARD_TEXT(a) #a
 #define REGARD_NAME(isa) REGARD_TEXT(isa)
 
+#define REGARD_POINTERS(base, bfloat16) {&base[0], &base[1], &bfloat16[2], &base[3]}
+#define REGARD_OWN(family) REGARD_POINTERS(REGARD_BASE_TABLE(family), REGARD_TABLE(family))
+#define REGARD_SHARED(family) REGARD_POINTERS(REGARD_BASE_TABLE(family), REGARD_BASE_TABLE(family))
+
 const Kernels REGARD_TABLE(kernels) = {
-    REGARD_NAME(REGARD_ISA),        kPanel<Floats>,         kPanel<Doubles>,     REGARD_TABLE(forward),
-    REGARD_TABLE(decode),           REGARD_TABLE(backward), REGARD_TABLE(write), REGARD_TABLE(linear),
-    REGARD_TABLE(linear_gradients), REGARD_TABLE(evidence), fma_probe,           read_probe,
+    REGARD_NAME(REGARD_ISA), kPanel<Floats>,
+    kPanel<Doubles>,         kPairs,
+    REGARD_OWN(forward),     REGARD_SHARED(decode),
+    REGARD_OWN(backward),    REGARD_SHARED(write),
+    REGARD_SHARED(linear),   REGARD_SHARED(linear_gradients),
+    REGARD_OWN(evidence),    fma_probe,
+    bfloat16_probe,          read_probe,
 };

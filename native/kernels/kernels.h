@@ -65,15 +65,18 @@ struct WriteKernels {
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows of a panel
-  // Arrays indexed by DType.
-  const ForwardKernels* forward;
-  const DecodeKernels* decode;
-  const BackwardKernels* backward;
-  const WriteKernels* write;
-  const LinearKernels *linear, *linear_gradients;
-  const EvidenceKernels* evidence;
-  // Machine probes: return the floating point operations done, and a checksum of the bytes read.
+  bool pairs;                     // attention and evidence multiply bfloat16 numbers in pairs
+  // Indexed by DType.
+  const ForwardKernels* forward[4];
+  const DecodeKernels* decode[4];
+  const BackwardKernels* backward[4];
+  const WriteKernels* write[4];
+  const LinearKernels *linear[4], *linear_gradients[4];
+  const EvidenceKernels* evidence[4];
+  // Machine probes: return the floating point operations done, in float and in the products of
+  // bfloat16 numbers, and a checksum of the bytes read.
   double (*fma_probe)(int64_t rounds);
+  double (*bfloat16_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);
 };
 
@@ -84,4 +87,5 @@ extern const regard::Kernels regard_kernels_generic;
 extern const regard::Kernels regard_kernels_wide;
 extern const regard::Kernels regard_kernels_avx2;
 extern const regard::Kernels regard_kernels_avx512;
+extern const regard::Kernels regard_kernels_avx512bf16;
 }

@@ -1,6 +1,7 @@
 // Packs the caller's rows into panels, panel[column][row] with query rows in the lanes, and slices,
 // slices[column / P][row][P] with columns in the lanes, and unpacks results. Full vectors are
-// transposed in registers in squares of V::N; remainders are moved element by element.
+// transposed in registers in squares of V::N; remainders are moved element by element. Numbers that
+// are multiplied in pairs are packed to words: of two columns, or of two rows (interleaved).
 #pragma once
 #include "kernels/isa.h"
 
@@ -193,6 +194,87 @@ void copy_rows(const S* source, int64_t row_stride, int64_t col_stride, int64_t 
       for (; c + V::N <= cols; c += V::N) Lanes<V>::store(target + c, Lanes<V>::load(source + c));
     for (; c < cols; ++c) target[c] = to_float(source[c * col_stride]);
   }
+}
+
+#ifdef REGARD_PAIRS
+inline uint32_t word(BHalf even, BHalf odd) { return even.bits | static_cast<uint32_t>(odd.bits) << 16; }
+
+// Returns the word of columns c and c + 1, which is 0 if the row has no column c + 1.
+inline uint32_t word_of_columns(const BHalf* row, int64_t stride, int64_t c, int64_t cols) {
+  return word(row[c * stride], c + 1 < cols ? row[(c + 1) * stride] : BHalf{0});
+}
+
+// panel[c][r] = columns 2 * c and 2 * c + 1 of source row r, for the first `rows` rows.
+inline void pack_words(const BHalf* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
+                       uint32_t* panel) {
+  constexpr int N = Pairs::N, P = 2 * N;
+  for (int r = 0; r < rows; r += N) {
+    int64_t c = 0;
+    for (; col_stride == 1 && r + N <= rows && c + 2 * N <= cols; c += 2 * N) {
+      Pairs block[N];
+      UNROLLED (i, N) block[i] = Lanes<Pairs>::load(source + (r + i) * row_stride + c);
+      transpose(block);
+      UNROLLED (i, N) Lanes<Pairs>::store(panel + (c / 2 + i) * P + r, block[i]);
+    }
+    for (; c < cols; c += 2)
+      for (int i = r; i < r + N && i < rows; ++i)
+        panel[c / 2 * P + i] = word_of_columns(source + i * row_stride, col_stride, c, cols);
+  }
+}
+
+// target[r][c] = columns 2 * c and 2 * c + 1 of source row r. Target rows are `ld` words apart.
+inline void copy_words(const BHalf* source, int64_t row_stride, int64_t col_stride, int64_t rows,
+                       int64_t cols, int64_t ld, uint32_t* target) {
+  constexpr int N = Pairs::N;
+  for (int64_t r = 0; r < rows; ++r, source += row_stride, target += ld) {
+    int64_t c = 0;
+    for (; col_stride == 1 && c + 2 * N <= cols; c += 2 * N)
+      Lanes<Pairs>::store(target + c / 2, Lanes<Pairs>::load(source + c));
+    for (; c < cols; c += 2) target[c / 2] = word_of_columns(source, col_stride, c, cols);
+  }
+}
+
+// target[r][c] = column c of source rows 2 * r and 2 * r + 1. A row after the last is zero. Target rows
+// are `ld` words apart.
+inline void interleave_rows(const BHalf* source, int64_t row_stride, int64_t col_stride, int64_t rows,
+                            int64_t cols, int64_t ld, uint32_t* target) {
+  constexpr int N = Pairs::N;
+  for (int64_t r = 0; r < rows; r += 2, source += 2 * row_stride, target += ld) {
+    const bool both = r + 1 < rows;
+    int64_t c = 0;
+    for (; both && col_stride == 1 && c + N <= cols; c += N)
+      Lanes<Pairs>::store(target + c, interleave(source + c, source + row_stride + c));
+    for (; c < cols; ++c)
+      target[c] = word(source[c * col_stride], both ? source[row_stride + c * col_stride] : BHalf{0});
+  }
+}
+#endif
+
+// Pack rows as operands of O. Queries are multiplied by `factor`, except pairs, which would be rounded
+// again. The elements of the transposed copy hold neighbouring rows, others neighbouring columns.
+template <class O, class S>
+void pack_operand(const S* source, int64_t row_stride, int64_t col_stride, int rows, int64_t cols,
+                  Number<Sum<O>> factor, Number<O>* panel) {
+  if constexpr (O::kTerms == 1)
+    pack<O>(source, row_stride, col_stride, rows, cols, Scaled<O>{factor}, panel);
+  else
+    pack_words(source, row_stride, col_stride, rows, cols, panel);
+}
+template <class O, class S>
+void copy_operand(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
+                  int64_t ld, Number<O>* target) {
+  if constexpr (O::kTerms == 1)
+    copy_rows<O>(source, row_stride, col_stride, rows, cols, ld, target);
+  else
+    copy_words(source, row_stride, col_stride, rows, cols, ld, target);
+}
+template <class O, class S>
+void copy_transposed_operand(const S* source, int64_t row_stride, int64_t col_stride, int64_t rows,
+                             int64_t cols, int64_t ld, Number<O>* target) {
+  if constexpr (O::kTerms == 1)
+    copy_rows<O>(source, row_stride, col_stride, rows, cols, ld, target);
+  else
+    interleave_rows(source, row_stride, col_stride, rows, cols, ld, target);
 }
 
 }  // namespace

@@ -2,12 +2,18 @@
 // weights, dropout. Tiles are [key][P] with query rows in the lanes. Loop order: keys outside, the
 // panel's two vectors inside. Scores are in base 2 (multiplied by log2(e)).
 #pragma once
+#include "kernels/gemm.inl.h"
 #include "kernels/math.inl.h"
 #include "kernels/pack.inl.h"
 
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
+
+// Returns the factor from q . k to a score in base 2, or to the argument of tanh_of with a softcap.
+inline double score_factor(const Spec& spec) {
+  return spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
+}
 
 // Coordinates of a tile. Lane t is query row `row + t * row_step` with position `position + t *
 // row_step`; the tile's key c is key `key + c * key_step`.
@@ -168,6 +174,12 @@ struct LargeShiftExp2 {
   }
 };
 
+// Leaves weights as they are: for exponentiate_pairs_with, if they are already exponentiated.
+template <class V>
+struct SameWeight {
+  V operator()(V weight) const { return weight; }
+};
+
 // Replaces a shift of -inf, which a lane has before its first key, by 0.
 template <class V>
 inline V finite_shift(V shift) {
@@ -186,15 +198,74 @@ inline void start_softmax(const Call& call, int64_t head, V& shift, V& total) {
   total = exp2(sink - finite_shift(shift));
 }
 
+// Calls use(power) with functors of the two vectors of a panel that return 2^(s - shift).
+template <class V, class Use>
+inline void with_power(const V (&shift)[2], Use use) {
+  using Fast = ShiftedExp2<V>;
+  if (Fast::fits(shift[0]) && Fast::fits(shift[1])) {
+    const Fast power[2] = {Fast(shift[0]), Fast(shift[1])};
+    use(power);
+  } else {
+    const LargeShiftExp2<V> power[2] = {{shift[0]}, {shift[1]}};
+    use(power);
+  }
+}
+
 // Replaces scores by 2^(scores - shift) and adds each lane's sum to its total.
 template <class V>
 void exponentiate(Number<V>* scores, int64_t n, const V (&shift)[2], Number<V>* total) {
-  using Fast = ShiftedExp2<V>;
-  if (Fast::fits(shift[0]) && Fast::fits(shift[1]))
-    exponentiate_with<V, Fast>(scores, n, {Fast(shift[0]), Fast(shift[1])}, total);
-  else
-    exponentiate_with<V, LargeShiftExp2<V>>(scores, n, {{shift[0]}, {shift[1]}}, total);
+  with_power<V>(shift, [&](const auto& power) { exponentiate_with<V>(scores, n, power, total); });
 }
+
+#ifdef REGARD_PAIRS
+// Calls visit(word, even, odd) for the words that hold n keys, with the index of each key, or -1 for
+// none. If `odd`, the first key is the odd one of its word.
+template <class Visit>
+REGARD_INLINE void visit_words(bool odd, int64_t n, Visit visit) {
+  int64_t word = 0, key = odd;
+  if (odd) visit(word++, -1, 0);
+  for (; key + 1 < n; key += 2) visit(word++, key, key + 1);
+  if (key < n) visit(word, key, -1);
+}
+
+// Turns scores[n][P] into weights, rounds them to words of two keys and adds each lane's sums of the
+// exact and of the rounded weights to its totals.
+template <class Power>
+inline void exponentiate_pairs_with(const float* scores, bool odd, int64_t n, const Power (&power)[2],
+                                    uint32_t* words, float* total, float* rounded_total) {
+  constexpr int N = Floats::N;
+  const Floats zero = Lanes<Floats>::zero();
+  const Pairs ones = Lanes<Pairs>::set(0x3F803F80);
+  Floats sum[2] = {zero, zero}, rounded[2] = {zero, zero};
+  const auto weight = [&](int64_t key, int i) {
+    return key < 0 ? zero : power[i](Lanes<Floats>::load(scores + (2 * key + i) * N));
+  };
+  visit_words(odd, n, [&](int64_t word, int64_t first, int64_t second) REGARD_ALWAYS {
+    UNROLLED (i, 2) {
+      const Floats x = weight(first, i), y = weight(second, i);
+      const Pairs both = pair(x, y);
+      sum[i] = sum[i] + (x + y);
+      rounded[i] = fma(both, ones, rounded[i]);
+      Lanes<Pairs>::store(words + (2 * word + i) * N, both);
+    }
+  });
+  for (int i = 0; i < 2; ++i) {
+    Lanes<Floats>::store(total + i * N, Lanes<Floats>::load(total + i * N) + sum[i]);
+    Lanes<Floats>::store(rounded_total + i * N, Lanes<Floats>::load(rounded_total + i * N) + rounded[i]);
+  }
+}
+
+// Rounds rows[n][P] to words of two keys.
+inline void pair_keys(const float* rows, bool odd, int64_t n, uint32_t* words) {
+  constexpr int N = Floats::N;
+  const auto load = [&](int64_t key, int i) {
+    return key < 0 ? Lanes<Floats>::zero() : Lanes<Floats>::load(rows + (2 * key + i) * N);
+  };
+  visit_words(odd, n, [&](int64_t word, int64_t first, int64_t second) REGARD_ALWAYS {
+    UNROLLED (i, 2) Lanes<Pairs>::store(words + (2 * word + i) * N, pair(load(first, i), load(second, i)));
+  });
+}
+#endif
 
 inline uint64_t mix(uint64_t x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;

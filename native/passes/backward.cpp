@@ -36,7 +36,7 @@ class Backward : Pass {
  public:
   Backward(const Spec& spec, const Call& call, const Gradients& grads, const Ints& code, Interrupt interrupt)
       : Pass(spec, call, code, interrupt), grads_(grads), masked_(!code.empty()),
-        kernels_(kernels().backward[spec.dtype]) {
+        kernels_(*kernels().backward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
     kv_heads_ = spec.B * spec.Hkv;
     columns_ = spec.bias == kRelative ? call.distances : 1;
@@ -68,8 +68,9 @@ class Backward : Pass {
     buffer_.reset(new char[rows * size * (1 + (rounds_dq() ? spec_.D : 0))]);
     grads_.delta = buffer_.get();
     grads_.dq_sum = rounds_dq() ? buffer_.get() + rows * size : grads_.dq;
-    const int64_t bytes = kernels_.scratch_bytes(
-        spec_, grads_, largest_chunk(), should_copy(spec_.k, spec_.D), should_copy(spec_.v, spec_.Dv));
+    const int64_t bytes =
+        kernels_.scratch_bytes(spec_, grads_, largest_chunk(), should_copy(call_.k, spec_.k, spec_.D),
+                               should_copy(call_.v, spec_.v, spec_.Dv));
     for (int i = 0; i < workers_; ++i) scratches_.push_back(scratch(i, bytes));
   }
 
@@ -132,8 +133,8 @@ class Backward : Pass {
            static_cast<double>(spec_.D + spec_.Dv);
   }
 
-  bool should_copy(const Strides& s, int64_t width) const {
-    return is_16_bit() || s.d != 1 || s.l != width || layouts_[0].step > 1;
+  bool should_copy(const void* data, const Strides& s, int64_t width) const {
+    return must_convert(data, s, width) || s.d != 1 || s.l != width || layouts_[0].step > 1;
   }
 
   int64_t offset(int64_t batch) const { return call_.offsets ? call_.offsets[batch] : call_.offset; }
@@ -284,7 +285,7 @@ class Backward : Pass {
     c.key = id.key_class;
     c.begin = std::min(id.chunk * at.chunk, keys(id.key_class, at));
     c.end = std::min(c.begin + at.chunk, keys(id.key_class, at));
-    c.copy_k = should_copy(spec_.k, spec_.D), c.copy_v = should_copy(spec_.v, spec_.Dv);
+    c.copy_k = should_copy(call_.k, spec_.k, spec_.D), c.copy_v = should_copy(call_.v, spec_.v, spec_.Dv);
     c.scratch = scratches_[worker];
     return c;
   }

@@ -61,7 +61,7 @@ std::vector<Slice> slices_of(const std::vector<Span>& spans) {
 class Decode : Pass {
  public:
   Decode(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
-      : Pass(spec, call, code, interrupt), kernels_(kernels().decode[spec.dtype]),
+      : Pass(spec, call, code, interrupt), kernels_(*kernels().decode[spec.dtype]),
         step_(spec.Lq == 1 && !finder_.dilation_varies() ? finder_.dilation(0) : 1) {
     find_all_spans();
     first_split_.push_back(0);

@@ -27,9 +27,9 @@ struct Worker {
 class Evidence : Pass {
  public:
   Evidence(const Spec& spec, const Call& call, const Facts& facts, const Ints& code, Interrupt interrupt)
-      : Pass(spec, call, code, interrupt), facts_(facts), kernels_(kernels().evidence[spec.dtype]) {
+      : Pass(spec, call, code, interrupt), facts_(facts), kernels_(*kernels().evidence[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
-    copy_k_ = is_16_bit() || is_dilated() || spec.k.d != 1 || spec.k.l != spec.D;
+    copy_k_ = must_convert(call.k, spec.k, spec.D) || is_dilated() || spec.k.d != 1 || spec.k.l != spec.D;
     for (int64_t h = 0; h < spec.Hq; ++h)
       tasks_per_head_ = std::max(tasks_per_head_, std::min(kTasksPerHead, chunks(h)));
     sum_count_ = (facts.column_mass ? spec.Lk : 0) + (facts.histogram ? facts.distances : 0);

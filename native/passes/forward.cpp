@@ -39,13 +39,13 @@ struct TaskIndex {
 class Forward : Pass {
  public:
   Forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt)
-      : Pass(spec, call, code, interrupt), kernels_(kernels().forward[spec.dtype]) {
+      : Pass(spec, call, code, interrupt), kernels_(*kernels().forward[spec.dtype]) {
     panel_ = panel_rows(spec.dtype);
     sharing_heads_ = finder_.dilation_varies() ? 1 : group();
     max_panels_ = panels_in_cache();
     while (lay_out_tiles(), tasks() < kTasksPerThread * threads() && max_panels_ > 2) max_panels_ /= 2;
-    copy_k_ = should_copy(spec.k, spec.D);
-    copy_v_ = should_copy(spec.v, spec.Dv);
+    copy_k_ = should_copy(call.k, spec.k, spec.D);
+    copy_v_ = is_16_bit() || should_copy(call.v, spec.v, spec.Dv);
   }
 
   int64_t tasks() const { return tiles_ * spec_.B * head_sets_; }
@@ -70,8 +70,8 @@ class Forward : Pass {
  private:
   // Rows with a large stride map to the same cache sets. Copying them pays off if several panels
   // use the copy.
-  bool should_copy(const Strides& s, int64_t width) const {
-    return is_16_bit() || s.d != 1 || ((is_dilated() || s.l != width) && task_panels() >= 4);
+  bool should_copy(const void* data, const Strides& s, int64_t width) const {
+    return must_convert(data, s, width) || s.d != 1 || ((is_dilated() || s.l != width) && task_panels() >= 4);
   }
 
   // Returns how many panels fit in L2, at most kRows rows.

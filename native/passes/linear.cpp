@@ -20,7 +20,7 @@ void advise_outputs(const LinearSpec& spec, const LinearCall& call, const Linear
 Outcome run(const LinearSpec& spec, const LinearCall& call, const LinearGradients* grads,
             Interrupt interrupt) {
   const LinearKernels& kernels =
-      (grads ? regard::kernels().linear_gradients : regard::kernels().linear)[spec.dtype];
+      *(grads ? regard::kernels().linear_gradients : regard::kernels().linear)[spec.dtype];
   const double updates = static_cast<double>(spec.B * (spec.Hq + spec.Hkv) * spec.L);
   const double work = 2 * updates * static_cast<double>(spec.D) * static_cast<double>(spec.Dv);
   const int64_t tasks = spec.B * spec.Hkv;

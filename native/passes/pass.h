@@ -16,6 +16,12 @@ class Pass {
   // Query heads per key head.
   int64_t group() const { return spec_.Hq / spec_.Hkv; }
   bool is_16_bit() const { return item_bytes(spec_.dtype) == 2; }
+  // Returns whether rows of K or V must be converted: 16-bit numbers to the compute type, or, if they
+  // are multiplied in pairs, rows that are not whole words.
+  bool must_convert(const void* data, const Strides& s, int64_t width) const {
+    if (!multiplies_pairs(spec_.dtype)) return is_16_bit();
+    return (reinterpret_cast<uintptr_t>(data) / 2 | s.b | s.h | s.l | width) & 1;
+  }
   bool is_dilated() const { return finder_.dilation_varies() || finder_.dilation(0) > 1; }
 
   // Finds the rows' spans. Writes none if a signal has stopped the call: its results are not used.

@@ -10,7 +10,7 @@ constexpr int64_t kInlineElements = 1 << 19;  // below this, one thread is faste
 class Writer {
  public:
   Writer(const Write& w, const std::vector<int64_t>& starts, const std::vector<int64_t>& counts)
-      : w_(w), starts_(starts), counts_(counts), kernel_(kernels().write[w.dtype].rows) {}
+      : w_(w), starts_(starts), counts_(counts), kernel_(kernels().write[w.dtype]->rows) {}
 
   Outcome run() {
     int64_t elements = 0;

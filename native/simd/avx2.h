@@ -26,7 +26,8 @@ inline Words greater(Words a, Words b) { return {_mm256_cmpgt_epi32(a.v, b.v)}; 
 
 struct Floats {
   using Scalar = float;
-  static constexpr int N = 8;
+  using Sum = Floats;
+  static constexpr int N = 8, kTerms = 1;
   __m256 v;
 };
 struct FloatMask {
@@ -35,7 +36,8 @@ struct FloatMask {
 
 struct Doubles {
   using Scalar = double;
-  static constexpr int N = 4;
+  using Sum = Doubles;
+  static constexpr int N = 4, kTerms = 1;
   __m256d v;
 };
 struct DoubleMask {

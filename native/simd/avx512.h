@@ -27,7 +27,8 @@ inline WordMask greater(Words a, Words b) { return {_mm512_cmpgt_epi32_mask(a.v,
 
 struct Floats {
   using Scalar = float;
-  static constexpr int N = 16;
+  using Sum = Floats;
+  static constexpr int N = 16, kTerms = 1;
   __m512 v;
 };
 struct FloatMask {
@@ -36,7 +37,8 @@ struct FloatMask {
 
 struct Doubles {
   using Scalar = double;
-  static constexpr int N = 8;
+  using Sum = Doubles;
+  static constexpr int N = 8, kTerms = 1;
   __m512d v;
 };
 struct DoubleMask {
@@ -212,6 +214,54 @@ struct Lanes<Doubles> {
   static Mask mask(WordMask m, int part) { return {static_cast<__mmask8>(part & 1 ? m.v >> 8 : m.v)}; }
   static Doubles iota() { return {_mm512_setr_pd(0, 1, 2, 3, 4, 5, 6, 7)}; }
 };
+
+#ifdef __AVX512BF16__
+// Pairs of bfloat16 numbers, one in each 32-bit word. The low half is the even number.
+struct Pairs {
+  using Scalar = uint32_t;
+  using Sum = Floats;
+  static constexpr int N = 16, kTerms = 2;
+  __m512i v;
+};
+// a.even * b.even + (a.odd * b.odd + c), each sum rounded once. Denormal numbers count as 0.
+inline Floats fma(Pairs a, Pairs b, Floats c) {
+  return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)};
+}
+inline Floats even(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+inline Floats odd(Pairs a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000))))};
+}
+// Round to bfloat16. Words of `narrow` hold neighbouring lanes, first those of x; word i of `pair`
+// holds lane i of x and of y.
+inline Pairs narrow(Floats x, Floats y) { return {(__m512i)_mm512_cvtne2ps_pbh(y.v, x.v)}; }
+inline Pairs pair(Floats x, Floats y) {
+  // Half 2 * i is lane i of x, half 2 * i + 1 lane i of y.
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i halves =
+      _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x100000));
+  return {_mm512_permutexvar_epi16(halves, narrow(x, y).v)};
+}
+// Word i holds elements i of x and y.
+inline Pairs interleave(const BHalf* x, const BHalf* y) {
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y));
+  return {_mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16))};
+}
+inline void transpose(Pairs (&r)[16]) {
+  Floats x[16];
+  UNROLLED (i, 16) x[i].v = _mm512_castsi512_ps(r[i].v);
+  transpose(x);
+  UNROLLED (i, 16) r[i].v = _mm512_castps_si512(x[i].v);
+}
+
+template <>
+struct Lanes<Pairs> {
+  static Pairs set(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+  static Pairs load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+  static Pairs load(const BHalf* p) { return {_mm512_loadu_si512(p)}; }
+  static void store(uint32_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+};
+#endif
 
 // Converts the low and the high nibbles of 16 bytes to floats.
 inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {

@@ -42,7 +42,8 @@ struct LaneVector {
   using Int = I;
   using Vector = typename CompilerVector<T, Count>::type;
   using Bits = typename CompilerVector<I, Count>::type;
-  static constexpr int N = Count;
+  using Sum = LaneVector;
+  static constexpr int N = Count, kTerms = 1;
   Vector v;
 };
 template <class V>
@@ -180,6 +181,76 @@ struct Lanes {
     for (int i = 0; i < V::N; ++i) a.v[i] = static_cast<Scalar>(i);
     return a;
   }
+};
+
+// Pairs of bfloat16 numbers, one in each 32-bit word. The low half is the even number.
+struct Pairs {
+  using Scalar = uint32_t;
+  using Sum = Floats;
+  static constexpr int N = REGARD_LANES, kTerms = 2;
+  typename CompilerVector<uint32_t, N>::type v;
+};
+// Returns a with denormal numbers replaced by 0.
+inline Floats flushed(Floats a) {
+  const auto bits = as<Floats::Bits>(a.v);
+  return {as<Floats::Vector>(bits & (((bits & 0x7F800000) != 0) | static_cast<int32_t>(0x80000000)))};
+}
+inline Floats even(Pairs a) { return {as<Floats::Vector>(a.v << 16)}; }
+inline Floats odd(Pairs a) { return {as<Floats::Vector>(a.v & 0xFFFF0000)}; }
+// The emulations are not inlined: that would take minutes to compile.
+#define REGARD_EMULATION __attribute__((noinline, unused)) static
+// a.even * b.even + (a.odd * b.odd + c), each sum rounded once. Denormal numbers count as 0.
+REGARD_EMULATION Floats fma(Pairs a, Pairs b, Floats c) {
+  c = flushed(fma_once(flushed(odd(a)), flushed(odd(b)), flushed(c)));
+  return flushed(fma_once(flushed(even(a)), flushed(even(b)), c));
+}
+// Round to bfloat16. Words of `narrow` hold neighbouring lanes, first those of x; word i of `pair`
+// holds lane i of x and of y.
+REGARD_EMULATION Pairs pair(Floats x, Floats y) {
+  Pairs words;
+  for (int i = 0; i < Pairs::N; ++i) {
+    BHalf low, high;
+    from_float(&low, flushed(x).v[i]);
+    from_float(&high, flushed(y).v[i]);
+    words.v[i] = low.bits | static_cast<uint32_t>(high.bits) << 16;
+  }
+  return words;
+}
+REGARD_EMULATION Pairs narrow(Floats x, Floats y) {
+  Floats evens = x, odds = x;
+  for (int i = 0; i < Pairs::N; ++i) {
+    const Floats& from = 2 * i < Pairs::N ? x : y;
+    evens.v[i] = from.v[2 * i % Pairs::N];
+    odds.v[i] = from.v[2 * i % Pairs::N + 1];
+  }
+  return pair(evens, odds);
+}
+// Word i holds elements i of x and y.
+REGARD_EMULATION Pairs interleave(const BHalf* x, const BHalf* y) {
+  Pairs words;
+  for (int i = 0; i < Pairs::N; ++i) words.v[i] = x[i].bits | static_cast<uint32_t>(y[i].bits) << 16;
+  return words;
+}
+REGARD_EMULATION void transpose(Pairs (&r)[Pairs::N]) {
+  for (int i = 0; i < Pairs::N; ++i)
+    for (int j = 0; j < i; ++j) {
+      const uint32_t x = r[i].v[j];
+      r[i].v[j] = r[j].v[i];
+      r[j].v[i] = x;
+    }
+}
+#undef REGARD_EMULATION
+
+template <>
+struct Lanes<Pairs> {
+  static Pairs set(uint32_t x) { return {x - typename CompilerVector<uint32_t, Pairs::N>::type{}}; }
+  template <class S>
+  static Pairs load(const S* p) {
+    Pairs a;
+    memcpy(&a.v, p, sizeof(a.v));
+    return a;
+  }
+  static void store(uint32_t* p, Pairs a) { memcpy(p, &a.v, sizeof(a.v)); }
 };
 
 // Converts the low and the high nibbles of Floats::N bytes to floats.

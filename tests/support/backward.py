@@ -40,6 +40,9 @@ GATE = {torch.float32: 1.5e-6, torch.bfloat16: 2.2e-3, torch.float16: 2.7e-4, to
 # Limit of the error before results are rounded to their dtype. Sums are in float32 or float64. A
 # bfloat16 output and its residual give 16 bits, which limits gradients that are small differences.
 COMPUTED = {torch.float32: 1.5e-6, torch.bfloat16: 1e-5, torch.float16: 1.5e-6, torch.float64: 1e-12}
+# The same where bfloat16 is multiplied in pairs: weights and score gradients are rounded before the
+# sums, by at most 2**-9 of each term.
+PAIRS = 2.0**-8
 
 
 class Training(NamedTuple):
@@ -240,7 +243,7 @@ def errors(t: Training, actual: dict[str, Tensor], pairs: Pairs) -> dict[str, Me
     # Weights below the smallest normal number become zero. The error also grows with |LSE|, because
     # scores of that size are rounded.
     tiny = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).tiny
-    limit = max(COMPUTED[dtype], UNIT[dtype] * largest(pairs.lse))
+    limit = max(computed(t.call), UNIT[dtype] * largest(pairs.lse))
     norms, flushed = term_norms(t, pairs), term_norms(t, pairs, pairs.visible.double() * 2 * tiny)
     measured = {}
     for name, g in expected.items():
@@ -249,6 +252,13 @@ def errors(t: Training, actual: dict[str, Tensor], pairs: Pairs) -> dict[str, Me
         allowed = limit * size + 1.01 * rounding + flushed[name]
         measured[name] = Measured(norm(actual[name].double() - g) / size, allowed / size, size)
     return measured
+
+
+def computed(call: Call) -> float:
+    """Returns the limit of the error, relative to the norm of the terms, before results are rounded."""
+    with core.use_isa(call.isa):
+        in_pairs = core.products(call.q.dtype) == core.PAIRS
+    return PAIRS if in_pairs else COMPUTED[call.q.dtype]
 
 
 def norm(x: Tensor) -> float:

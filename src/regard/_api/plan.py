@@ -29,6 +29,7 @@ class Plan:
 
     impl: str
     kernel: str  # native: instruction set, torch: "sdpa" or "flex", reference: "float64"
+    products: str  # native: how numbers are multiplied, and why not in pairs; others: ""
     against: Mapping[str, tuple[str, ...]]  # backend -> why it cannot run the call; () if it can
     fraction: float  # visible pairs divided by all pairs
     flops: int  # 2 * visible pairs * (D + Dv)
@@ -47,6 +48,7 @@ class Plan:
         possible = [name for name, why in self.against.items() if not why]
         rows = [
             ("runs on", f"{self.impl} ({self.kernel})"),
+            *([("multiplies", self.products)] if self.products else []),
             *([("also possible", ", ".join(possible))] if possible else []),
             *((f"not {name}", ", ".join(why)) for name, why in self.against.items() if why),
             ("visible pairs", f"{self.fraction:.1%} of the rectangle"),
@@ -88,6 +90,7 @@ def plan(
     return Plan(
         impl=name,
         kernel=_kernel(problem, name),
+        products=_native.products(problem) if name == "native" else "",
         against=against,
         fraction=pairs / max(spec.pairs, 1),
         flops=2 * pairs * (spec.D + spec.Dv),

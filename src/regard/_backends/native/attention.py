@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..._call.spec import Problem, Spec
 from ..._call.stored import Stored
 from ..._tools.memory_errors import memory_errors, raise_if_out_of_memory
+from . import core
 from .core import DTYPES, _core, address
 
 BIASES = {"none": 0, "tensor": 1, "alibi": 2, "relative": 3}  # types.h: BiasKind
@@ -302,6 +303,20 @@ def cost(problem: Problem) -> Cost:
 def decodes(problem: Problem) -> bool:
     """Returns whether the call has so few query rows that the core's decode pass runs it."""
     return attention_of(problem.spec).decodes()
+
+
+def products(problem: Problem) -> str:
+    """Returns how the core multiplies numbers: "float32", "float64" or "pairs of bfloat16".
+
+    For a bfloat16 call in float32, the text also says why.
+    """
+    dtype = problem.spec.dtype
+    if dtype != torch.bfloat16:
+        return core.products(dtype)
+    if decodes(problem):
+        return "float32 (few query rows)"
+    text = core.products(dtype)
+    return text if text != "float32" else f"float32 (no {core.PAIRS}: {core.why_no_pairs()})"
 
 
 def spans(

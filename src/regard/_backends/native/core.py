@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 VARIABLE = "REGARD_ISA"
+PAIRS = "pairs of bfloat16"
+PAIRS_ISA = "avx512bf16"  # the instruction set that multiplies them
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # types.h: DType
 
 _missing: str | None = None
@@ -49,9 +51,9 @@ def address(x: Tensor | None) -> int:
     return x.data_ptr() if x is not None else 0
 
 
-def fma_probe(rounds: int) -> float:
-    """Runs multiply-adds in registers on the calling thread. Returns how many FLOPs it executed."""
-    return _core.fma_probe(rounds)
+def fma_probe(rounds: int, dtype: torch.dtype = torch.float32) -> float:
+    """Runs the products of a dtype in registers, on the calling thread. Returns their FLOPs."""
+    return _core.fma_probe(rounds, dtype == torch.bfloat16)
 
 
 def read_probe(x: Tensor) -> None:
@@ -62,6 +64,28 @@ def read_probe(x: Tensor) -> None:
 def panel_rows() -> int:
     """Returns the number of query rows in a panel: 16 with AVX2, 32 with AVX-512. In float64, half."""
     return int(_core.panel_rows())
+
+
+def products(dtype: torch.dtype) -> str:
+    """Returns how the kernels multiply numbers of a dtype."""
+    if dtype == torch.bfloat16 and _core.multiplies_pairs():
+        return PAIRS
+    return "float64" if dtype == torch.float64 else "float32"
+
+
+def objections() -> dict[str, str]:
+    """Returns, for each instruction set that is not in use, why it is not used by default.
+
+    The reason is "" if only an environment variable or `use_isa` is against it.
+    """
+    return {name: _core.objection(name) for name in _core.compiled() if name != _core.isa()}
+
+
+def why_no_pairs() -> str:
+    """Returns why bfloat16 numbers are not multiplied in pairs."""
+    if PAIRS_ISA not in _core.compiled():
+        return f"{PAIRS_ISA} is not compiled"
+    return _core.objection(PAIRS_ISA) or f"instruction set {_core.isa()} is in use"
 
 
 def isas() -> list[str]:
@@ -90,6 +114,8 @@ def info() -> dict[str, Any]:
         "isa": _core.isa(),
         "compiled": _core.compiled(),
         "runnable": _core.runnable(),
+        "bfloat16 products": products(torch.bfloat16),
+        "not": {name: why for name, why in objections().items() if why},
         "forced": os.environ.get(VARIABLE),
         "threads": _core.threads(),
         "threads_from": "PyTorch's pool"
