@@ -42,7 +42,7 @@ def ensure(folder: str, packages: Sequence[str], build: Callable[[Path, Sequence
         try:
             build(home, wanted, logged(output))
         except (OSError, subprocess.CalledProcessError) as error:
-            return f"not installed: {error}; see {log.relative_to(ROOT)}"
+            return f"not installed: {type(error).__name__}; see {log.relative_to(ROOT)}"
     marker.write_text("\n".join(wanted), encoding="utf-8")
     return ""
 

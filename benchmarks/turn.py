@@ -7,7 +7,6 @@ library goes to stderr.
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
@@ -20,6 +19,7 @@ import torch
 from cases import ENGINE_CASES, Inputs
 from checks import WrongResult, verify
 from engines import ENGINES, Engine
+from install import ROOT
 from peers import repeated
 from torch import Tensor
 
@@ -61,7 +61,7 @@ class Turns:
         try:
             self.engine = ENGINES[name](threads, self.place)
         except (ImportError, OSError) as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+            return brief(error)
         return ""
 
     def place(self, x: Tensor) -> Tensor:
@@ -76,7 +76,6 @@ class Turns:
         """Builds the inputs of a case and runs its call once. Returns what is wrong, or ""."""
         self.__dict__.pop("call", None)
         self.memory.clear()
-        gc.collect()
         case = next(case for case in ENGINE_CASES if case.name == name)
         case = case.shrunk(shrink) if shrink else case
         try:
@@ -89,7 +88,7 @@ class Turns:
         except WrongResult as error:
             return f"wrong: {error}"
         except Exception as error:
-            return f"failed: {type(error).__name__}: {error}".splitlines()[0]
+            return f"failed: {brief(error)}"
         self.call, self.calls = repeated(prepared.run, case.calls), case.calls
         return ""
 
@@ -102,6 +101,11 @@ class Turns:
             self.call()
             times.append((perf_counter() - begin) / self.calls)
         return times
+
+
+def brief(error: Exception) -> str:
+    """Returns the first line of an error message, without the path of this repository."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].replace(f"{ROOT}/", "")
 
 
 def private_stdout() -> IO[str]:

@@ -109,11 +109,8 @@ class Ggml(Engine):
         self.base.ggml_free(self.context)
         self.context = self.base.ggml_init(InitParams(POOL, None, True))
         out = self.place(torch.zeros(case.B, case.Lq, case.Hq, case.Dv))
-        given = [self.place(q.float()), k, v, *masks(case, self.place)]
-        q_, k_, v_, *mask = map(self.tensor, given)
-        node = self.base.ggml_flash_attn_ext(
-            self.context, q_, k_, v_, mask[0] if mask else None, case.D**-0.5, 0.0, 0.0
-        )
+        given = map(self.tensor, (self.place(q.float()), k, v, self.mask(case)))
+        node = self.base.ggml_flash_attn_ext(self.context, *given, case.D**-0.5, 0.0, 0.0)
         self.put(node, out)
         graph = self.base.ggml_new_graph(self.context)
         self.base.ggml_build_forward_expand(graph, node)
@@ -121,8 +118,15 @@ class Ggml(Engine):
         compute, backend = self.base.ggml_backend_graph_plan_compute, self.backend
         return Prepared(lambda: compute(backend, plan), lambda _: out.transpose(1, 2))
 
-    def tensor(self, x: Tensor) -> Any:
+    def mask(self, case: Case) -> Tensor | None:
+        """Returns the mask as a float16 tensor (B or 1, 1, Lq, Lk)."""
+        mask = additive(case, {}, case.make_mask())
+        return None if mask is None else self.place(mask.half().view(-1, 1, case.Lq, case.Lk))
+
+    def tensor(self, x: Tensor | None) -> Any:
         """Returns a ggml tensor that shares memory with x. ggml lists sizes from the last dim."""
+        if x is None:
+            return None
         made = self.base.ggml_new_tensor_4d(self.context, KINDS[x.dtype], *reversed(x.shape))
         self.put(made, x)
         return made
@@ -131,9 +135,3 @@ class Ggml(Engine):
         """Makes x the memory of a ggml tensor."""
         buffer = self.base.ggml_backend_cpu_buffer_from_ptr(x.data_ptr(), x.nbytes)
         self.base.ggml_backend_tensor_alloc(buffer, tensor, x.data_ptr())
-
-
-def masks(case: Case, place: Place) -> list[Tensor]:
-    """Returns the mask as a list of one float16 tensor (B or 1, 1, Lq, Lk), or an empty list."""
-    mask = additive(case, {}, case.make_mask())
-    return [] if mask is None else [place(mask.half().reshape(-1, 1, case.Lq, case.Lk))]

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 WORLD = 4
 TIMEOUT = 240.0  # seconds until a rank gives up waiting for another
 STUCK = 300  # seconds after which a task prints its stack and ends its process
+RETURN_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
 POLL = 1.0  # seconds between checks that a process lives
 
 
@@ -27,7 +29,10 @@ class Failure(Exception):
 
 
 class Ranks:
-    """WORLD processes. `run(n, function, ...)` calls a function on the first n of them."""
+    """WORLD processes. `run(n, function, ...)` calls a function on the first n of them.
+
+    They return memory to the system when a tensor is freed, so that tests can measure it.
+    """
 
     def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
         context = mp.get_context("spawn")
@@ -39,8 +44,9 @@ class Ranks:
             context.Process(target=_work, args=(rank, world, store, timeout, *queues), daemon=True)
             for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
         ]
-        for process in self.processes:
-            process.start()
+        with mock.patch.dict(os.environ, RETURN_MEMORY):
+            for process in self.processes:
+                process.start()
 
     def run(self, shape: int | tuple[int, int], function: Callable[..., Any], *args: Any) -> list[Any]:
         """Returns `function(mesh, *args)` of each rank of a mesh. Raises Failure if a rank raised."""
