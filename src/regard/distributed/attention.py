@@ -50,7 +50,7 @@ def attention(
             environment variable REGARD_DISTRIBUTED_DEBUG is set to something else than 0.
         mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse, impl: as in
             `regard.attention`. Without a seed, rank 0 draws it. `ring` and `usp` run in the native
-            backend.
+            backend, and have no second derivatives.
 
     Returns:
         out (B, Hq, lengths[rank], Dv), with `return_lse` also the LSE (B, Hq, lengths[rank]).
@@ -58,8 +58,9 @@ def attention(
         share: their sum over the ranks is the gradient, as for the weights of every layer.
 
     Raises:
-        TypeError, ValueError: an argument is invalid on this rank, or differs between ranks. All
-            ranks raise.
+        TypeError, ValueError, NotImplementedError: an argument is invalid on this rank, or differs
+            between ranks. All ranks raise.
+        FloatingPointError: a score of a ring is beyond the range of the compute type. All ranks raise.
         RuntimeError: another rank failed or did not answer within the process group's time-out.
 
     Example:
