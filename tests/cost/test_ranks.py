@@ -102,7 +102,8 @@ def test_more_ranks_compute_less_and_hold_less() -> None:
 def test_seconds_lie_between_computing_and_no_overlap(mask: M.Mask | None, passes: RankPass) -> None:
     call = replace(LAYER, mask=mask)
     for x in cost.over_ranks(call, 64, link=cost.Link(1e7, 1e-3), passes=passes):
-        assert x.compute < x.seconds <= (x.compute + x.communication) * (1 + 1e-9)
+        waits = 1.02 if x.method == "ring" else 1 + 1e-9  # for ranks with more work or more bytes
+        assert x.compute < x.seconds <= (x.compute + x.communication) * waits
         assert x.method == "ring" or x.seconds > 0.99 * x.communication
     for slower in ({"flops": 1e9}, {"link": cost.Link(1e6, 50e-6)}, {"link": cost.Link(latency=1.0)}):
         slow = by_method(call, 64, passes=passes, **slower)

@@ -36,7 +36,7 @@ class Link:
             raise ValueError(f"latency: expected a number of seconds from 0, got {self.latency}")
 
     def seconds(self, messages: Tensor, size: Tensor) -> Tensor:
-        return messages * self.latency + size / self.bandwidth
+        return messages.double() * self.latency + size.double() / self.bandwidth
 
 
 def check_rate(name: str, value: float) -> None:
@@ -129,7 +129,7 @@ def cost_of_gather(x: Ranks, steps: Steps) -> RanksCost:
         received, sent = (row * steps.exchanged[i] for i in (backward, 1 - backward))
         messages = 2 * steps.peers[backward]
         communication = x.link.seconds(messages, torch.maximum(received, sent))
-        compute = steps.pairs.sum(0) * z.Hq * seconds
+        compute = (steps.pairs.sum(0) * z.Hq).double() * seconds
         slowest = float((compute + communication).max())
         phases.append(Phase(received, messages, compute, communication, slowest))
     own = torch.tensor(x.layout.lengths)
@@ -174,7 +174,7 @@ class Groups(NamedTuple):
         # In backward, keys travel again, and their gradients go back.
         ring = (tokens[0] + backward * tokens[1]) * self.k * x.sizes.kv
         ring_messages = 2 * (peers[0] + backward * peers[1]) * self.parts
-        compute = steps.pairs.sum(0)[:, None] * self.q * seconds
+        compute = (steps.pairs.sum(0)[:, None] * self.q).double() * seconds
         slowest = int(self.q.argmax())
         clock = steps.clock(
             int(self.q[slowest]) * seconds, int(self.k[slowest]) * x.sizes.kv / x.link.bandwidth,

@@ -65,7 +65,7 @@ class Steps:
         def travel(step: int) -> Tensor:
             if not 0 < step < R:
                 return zeros
-            return self.tokens[step] * token + (self.tokens[step] > 0) * message
+            return self.tokens[step].double() * token + (self.tokens[step] > 0).double() * message
 
         clock = zeros
         for step in range(R + gradients):
@@ -74,7 +74,7 @@ class Steps:
                 arriving = arriving + travel(step - 1).roll(1 - step)
             posted = torch.maximum(clock, clock.roll(step + 1))
             arrival = torch.where(arriving > 0, posted + arriving, 0)
-            computed = clock + self.pairs[step] * pair if step < R else clock
+            computed = clock + self.pairs[step].double() * pair if step < R else clock
             clock = torch.maximum(computed, torch.maximum(arrival, arrival.roll(-step - 1)))
         return clock
 
