@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from support import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = sorted(path.stem for path in BENCHMARKS.glob("*.py")) + ["engines"]
+
+
+class Modules:
+    """The modules of benchmarks/ as attributes, imported on first use."""
+
+    def __getattr__(self, name: str) -> ModuleType:
+        if not list(BENCHMARKS.glob(f"{name}*")):
+            raise AttributeError(name)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    """Returns the modules of benchmarks/ by name."""
+def bench() -> Iterator[Modules]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        modules = {name: importlib.import_module(name) for name in MODULES}
-        yield argparse.Namespace(**modules)
+        yield Modules()
     finally:
         sys.path.remove(str(BENCHMARKS))
-        for name in [name for name in sys.modules if name.split(".")[0] in MODULES]:
-            del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            if BENCHMARKS in Path(getattr(module, "__file__", None) or "").parents:
+                del sys.modules[name]
