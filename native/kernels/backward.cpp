@@ -490,21 +490,61 @@ struct Backward {
 
   void add_query_gradients(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from,
                            int64_t to, const Scalar* g) {
-    const Element* rows = k + (from - chunk.begin) * ldk;
-    if (!masked_keys_are_finite(spans, from, to))
-      return visit_pairs(p, from, to, [&](int64_t key, int t) {
-        const Scalar x = g[(key - begin) * P + t];
-        for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
-          s.dq[d * P + t] += x * number(k[(key - chunk.begin) * ldk + d / O::kTerms], d);
-      });
     if constexpr (kPairs) {
       const bool odd = (from - begin) & 1;
-      rows = key_words + (from - chunk.begin) / 2 * spec.D;
+      const Element* rows = key_words + (from - chunk.begin) / 2 * spec.D;
       pair_keys(g + (from - begin) * P, odd, to - from, ds_words);
-      add_values<O>(rows, spec.D, elements(odd + to - from), ds_words, spec.D, s.dq);
+      if (masked_keys_are_finite(spans, from, to) && all_finite<O>(rows, spec.D) &&
+          all_finite<O>(rows + ((odd + to - from - 1) / 2) * spec.D, spec.D))
+        return add_values<O>(rows, spec.D, elements(odd + to - from), ds_words, spec.D, s.dq);
+      return add_query_gradients_by_pair(p, s, from - odd, to, rows);
     } else {
-      add_values<O>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+      const Element* rows = k + (from - chunk.begin) * ldk;
+      if (masked_keys_are_finite(spans, from, to))
+        return add_values<O>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+      visit_pairs(p, from, to, [&](int64_t key, int t) {
+        const Scalar x = g[(key - begin) * P + t];
+        for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
+          s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
+      });
     }
+  }
+
+  // sum + x * y as a product of pairs computes it.
+  static Scalar add_product(Scalar sum, Scalar x, Scalar y) {
+    const auto flush = [](Scalar a) { return fabs(a) < Scalar{__FLT_MIN__} ? 0 : a; };
+    return flush(fma_once(flush(x), flush(y), sum));
+  }
+
+  // Calls visit(index) for [0, n), n even, in the order in which products of pairs are summed.
+  template <class Visit>
+  static void visit_odd_first(int64_t n, Visit visit) {
+    for (int64_t i = 0; i < n; i += 2) visit(i + 1), visit(i);
+  }
+
+  // Lists the lanes that may attend to each key of [from, to).
+  static void list_lanes(const Panel& p, int64_t from, int64_t to, uint32_t* lanes) {
+    for (int64_t key = from; key < to; ++key) lanes[key - from] = 0;
+    for (const Span* r = p.spans; r < p.spans + p.n_spans; ++r)
+      for (int64_t key = r->begin > from ? r->begin : from; key < r->end && key < to; ++key)
+        lanes[key - from] = r->lanes;
+  }
+
+  // Adds ds_words * rows, the words of keys [from, to), to dq. Skips masked pairs, and has the bits of
+  // add_values with zeros in their place.
+  void add_query_gradients_by_pair(const Panel& p, State& s, int64_t from, int64_t to, const Element* rows) {
+    uint32_t lanes[kKeys + 1];
+    list_lanes(p, from, round_up(to, 2), lanes);
+    for (int t = 0; t < p.rows; ++t)
+      for (int64_t d = 0; d < spec.D; ++d) {
+        Scalar sum = 0;
+        visit_odd_first(round_up(to - from, 2), [&](int64_t c) {
+          const Scalar x = number(ds_words[c / 2 * P + t], c);
+          if (from + c < to && (lanes[c] >> t & 1) && !(bias_may_mask() && x == 0))
+            sum = add_product(sum, x, number(rows[c / 2 * spec.D + d], c));
+        });
+        s.dq[d * P + t] += sum;
+      }
   }
 
   // Calls visit(key, lane) for the unmasked pairs of a panel in keys [from, to).
@@ -546,12 +586,29 @@ struct Backward {
   // Like add_key_gradients, but skips masked pairs: 0 times a NaN in the query's row would be NaN.
   void add_key_gradients_by_pair(const Panel* panels, int count, int64_t begin, int64_t end, const Element* a,
                                  Element* rows, int64_t slices, Scalar* sum) {
-    for (int i = 0; i < count; ++i)
-      visit_pairs(panels[i], begin, end, [&](int64_t key, int t) {
-        const Scalar x = number(a[(i * kKeys + key - begin) * kRowSize + t / O::kTerms], t);
-        for (int64_t d = 0; d < slices * P && !(bias_may_mask() && x == 0); ++d)
-          sum[(key - chunk.begin) * slices * P + d] += x * number(element(rows, i, t, d), t);
-      });
+    if constexpr (kPairs) {
+      uint32_t lanes[kTilePanels][kKeys];
+      for (int i = 0; i < count; ++i) list_lanes(panels[i], begin, end, lanes[i]);
+      for (int64_t c = 0; c < end - begin; ++c)
+        for (int64_t d = 0; d < slices * P; ++d) {
+          Scalar total = 0;
+          visit_odd_first(count * P, [&](int64_t row) {
+            const int i = static_cast<int>(row / P), t = static_cast<int>(row % P);
+            if (!(lanes[i][c] >> t & 1) || t >= panels[i].rows) return;
+            const Scalar x = number(a[(i * kKeys + c) * kRowSize + t / 2], t);
+            if (!(bias_may_mask() && x == 0))
+              total = add_product(total, x, number(element(rows, i, t, d), t));
+          });
+          sum[(begin - chunk.begin + c) * slices * P + d] += total;
+        }
+    } else {
+      for (int i = 0; i < count; ++i)
+        visit_pairs(panels[i], begin, end, [&](int64_t key, int t) {
+          const Scalar x = a[i * kBlockSize + (key - begin) * P + t];
+          for (int64_t d = 0; d < slices * P && !(bias_may_mask() && x == 0); ++d)
+            sum[(key - chunk.begin) * slices * P + d] += x * element(rows, i, t, d);
+        });
+    }
   }
 
   void zero_rows(int panel, int64_t from, int64_t to) {

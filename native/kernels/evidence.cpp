@@ -57,13 +57,14 @@ struct Evidence : Forward<V, S> {
   }
 
   void run() {
-    this->attend_all();
+    this->attend(0, task.n_panels);
     if (task.stop(task.stop_context)) return;
     for (int i = 0; i < task.n_panels; ++i) start_rows(task.panels[i], states[i], row_facts[i]);
     clear(key_sums, facts.column_mass ? kKeyBlock * P : 0);
     clear(distance_sums, facts.histogram ? diagonals(task.n_panels) * P : 0);
-    this->visit_blocks([&](int i, const SpanView& view) { process_span(i, view); },
-                       [&](int64_t begin) { flush_block(begin); });
+    this->visit_blocks(
+        0, task.n_panels, [&](int i, const SpanView& view) { process_span(i, view); },
+        [&](int64_t begin) { flush_block(begin); });
     for (int i = 0; i < task.n_panels; ++i) finish_rows(task.panels[i], states[i], row_facts[i]);
   }
 

@@ -30,6 +30,7 @@ struct Forward {
     uint32_t *low, *high;
     int64_t span = 0;
     Scalar first_shift = 0, first_total = 0;
+    uint32_t exact = 0;  // lanes that must be computed again key by key
   };
 
   // Keys [begin, end) of one key block that some row of the panel may attend to, and their rows of
@@ -54,6 +55,9 @@ struct Forward {
   double* row_sum;
   Strides k, v;   // strides of K and V in the task's numbering of keys
   int64_t depth;  // elements of a query or key
+  // Pairs: whether non-finite values count as zero, and which keys of the block have such values.
+  bool skip_non_finite = false;
+  bool non_finite_keys[kKeyBlock];
 
   explicit Forward(const Task& t)
       : task(t), spec(*t.spec), call(*t.call), arena{static_cast<char*>(t.scratch)} {
@@ -174,6 +178,7 @@ struct Forward {
     const int64_t n = view.end - view.begin;
     V lane_max[2], shift[2];
     score(p, s, view, lane_max);
+    if (skip_non_finite) s.exact |= lanes_with_non_finite_values(view);
     update_shift(s, lane_max, shift);
     if constexpr (kPairs) {
       weigh_pairs(s, view, shift);
@@ -184,6 +189,15 @@ struct Forward {
       if (spec.drop_below) drop_block(s, view.begin, n);
       add_values<V>(view.values, view.ldv, n, scores, spec.Dv, s.out);
     }
+  }
+
+  // Returns the lanes that attend to a key with non-finite values.
+  uint32_t lanes_with_non_finite_values(const SpanView& view) const {
+    uint32_t lanes = 0;
+    for (int64_t c = 0; c < view.end - view.begin; ++c)
+      for (int t = 0; t < P && non_finite_keys[(view.begin + c) % kKeyBlock]; ++t)
+        lanes |= static_cast<uint32_t>(scores[c * P + t] != -static_cast<Scalar>(__builtin_inf())) << t;
+    return lanes;
   }
 
   // Turns scores into words of weights. With dropout, the totals include the dropped weights.
@@ -218,8 +232,8 @@ struct Forward {
                 });
   }
 
-  bool any_panel_attends(int64_t begin, int64_t end) const {
-    for (int i = 0; i < task.n_panels; ++i) {
+  bool any_panel_attends(int first, int last, int64_t begin, int64_t end) const {
+    for (int i = first; i < last; ++i) {
       const Panel& p = task.panels[i];
       for (int64_t r = states[i].span; r < p.n_spans && p.spans[r].begin < end; ++r)
         if (p.spans[r].end > begin) return true;
@@ -247,15 +261,17 @@ struct Forward {
     ld = task.copy_v ? spec.Dv : v.l;
     if (!task.copy_v) return reinterpret_cast<const Element*>(source);
     copy_transposed_operand<O>(source, v.l, v.d, end - begin, spec.Dv, ld, values);
+    if constexpr (kPairs)
+      if (skip_non_finite) clear_non_finite(values, end - begin, spec.Dv, non_finite_keys);
     return values;
   }
 
-  // Calls visit(panel index, SpanView) for all panels, key block by key block, and end_block(first
-  // key) after each block.
+  // Calls visit(panel index, SpanView) for panels [first, last), key block by key block, and
+  // end_block(first key) after each block.
   template <class Visit, class Close>
-  void visit_blocks(Visit visit, Close end_block) {
+  void visit_blocks(int first, int last, Visit visit, Close end_block) {
     int64_t first_key = INT64_MAX, last_key = 0;
-    for (int i = 0; i < task.n_panels; ++i)
+    for (int i = first; i < last; ++i)
       if (const Panel& p = task.panels[i]; p.n_spans) {
         first_key = p.spans[0].begin < first_key ? p.spans[0].begin : first_key;
         last_key = p.spans[p.n_spans - 1].end > last_key ? p.spans[p.n_spans - 1].end : last_key;
@@ -264,12 +280,12 @@ struct Forward {
     // task.
     for (int64_t begin = first_key / kKeyBlock * kKeyBlock; begin < last_key; begin += kKeyBlock) {
       const int64_t end = begin + kKeyBlock < last_key ? begin + kKeyBlock : last_key;
-      if (!any_panel_attends(begin, end)) continue;
+      if (!any_panel_attends(first, last, begin, end)) continue;
       if (task.stop(task.stop_context)) return;
       int64_t ldk, ldv;
       const Element* kb = key_block(begin, end, ldk);
       const Element* vb = value_block(begin, end, ldv);
-      for (int i = 0; i < task.n_panels; ++i)
+      for (int i = first; i < last; ++i)
         visit_panel(task.panels[i], states[i], begin, end, kb, ldk, vb, ldv,
                     [&](const SpanView& view) { visit(i, view); });
       end_block(begin);
@@ -310,7 +326,7 @@ struct Forward {
           lse_of(ExactRow<V, S>{task, p, t, row_sum, 0, 0}, s.shift[t], s.total[t], only_sink(s, t));
     for (int t = 0; call.stats && t < p.rows; ++t)
       write_stats(p, t, s.shift[t], only_sink(s, t) && !attends_to_any(p, t) ? 0 : s.total[t]);
-    uint32_t retry = non_finite_lanes(s) & all_lanes(p);
+    uint32_t retry = (non_finite_lanes(s) | s.exact) & all_lanes(p);
     for (int t = 0; retry; ++t, retry >>= 1)
       if (ExactRow<V, S> row{task, p, t, row_sum, 0, 0}; (retry & 1) && !row.query_is_nan()) {
         row.run();
@@ -333,14 +349,27 @@ struct Forward {
     row_stats[all_rows] = total;
   }
 
-  void attend_all() {
-    for (int i = 0; i < task.n_panels; ++i) start(task.panels[i], states[i]);
-    visit_blocks([&](int i, const SpanView& view) { attend(task.panels[i], states[i], view); },
-                 [](int64_t) {});
+  void attend(int first, int last) {
+    for (int i = first; i < last; ++i) start(task.panels[i], states[i]);
+    visit_blocks(
+        first, last, [&](int i, const SpanView& view) { attend(task.panels[i], states[i], view); },
+        [](int64_t) {});
+  }
+
+  // Computes panels with non-finite lanes again, without the non-finite values. This leaves the bits
+  // of rows that do not attend to them; the exact path would round other weights.
+  void attend_without_non_finite() {
+    skip_non_finite = true;
+    for (int i = 0; i < task.n_panels; ++i)
+      if (non_finite_lanes(states[i]) & all_lanes(task.panels[i])) {
+        states[i].span = 0;
+        attend(i, i + 1);
+      }
   }
 
   void run() {
-    attend_all();
+    attend(0, task.n_panels);
+    if (kPairs) attend_without_non_finite();
     for (int i = 0; i < task.n_panels; ++i) finish(task.panels[i], states[i]);
   }
 };

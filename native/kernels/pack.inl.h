@@ -248,6 +248,19 @@ inline void interleave_rows(const BHalf* source, int64_t row_stride, int64_t col
       target[c] = word(source[c * col_stride], both ? source[row_stride + c * col_stride] : BHalf{0});
   }
 }
+
+// Clears the non-finite numbers of interleaved rows[ceil(n / 2)][cols], and tells which rows had some.
+inline void clear_non_finite(uint32_t* rows, int64_t n, int64_t cols, bool* non_finite) {
+  for (int64_t r = 0; r < n; ++r) {
+    const uint32_t exponent = r & 1 ? 0x7F800000 : 0x7F80, half = r & 1 ? 0xFFFF0000 : 0xFFFF;
+    non_finite[r] = false;
+    for (int64_t c = 0; c < cols; ++c)
+      if (uint32_t& x = rows[r / 2 * cols + c]; (x & exponent) == exponent) {
+        x &= ~half;
+        non_finite[r] = true;
+      }
+  }
+}
 #endif
 
 // Pack rows as operands of O. Queries are multiplied by `factor`, except pairs, which would be rounded

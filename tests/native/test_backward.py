@@ -18,14 +18,15 @@ from regard.scores import Alibi, RelativeBias
 from support import HAVE_CORE, repeats
 from support.backward import (
     COMPUTED,
-    GATE,
     MEMORY_OPTIONS,
     Training,
     by_pairs,
     describe,
     errors,
     failures,
+    computed,
     faults,
+    gate,
     gradients,
     inputs,
     norm,
@@ -216,7 +217,7 @@ def test_dropout(isa: str, dropout: float, poison: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [64, 128])
 def test_relative_error(isa: str, dtype: torch.dtype, D: int) -> None:
-    """The relative L2 error for N(0, 1) inputs is within GATE.
+    """The relative L2 error for N(0, 1) inputs is within the gate.
 
     The sizes are large enough for the error to be an average.
     """
@@ -224,7 +225,7 @@ def test_relative_error(isa: str, dtype: torch.dtype, D: int) -> None:
         t = training(call_of(isa, 1, 2, 1, L, L, D, D, dtype=dtype, mask=mask))
         got, want = t.run(), t.expected()
         errors_by_name = {name: norm(got[name].double() - g) / norm(g) for name, g in want.items()}
-        assert max(errors_by_name.values()) <= GATE[dtype], errors_by_name
+        assert max(errors_by_name.values()) <= gate(t.call), errors_by_name
 
 
 @pytest.mark.full
@@ -234,7 +235,7 @@ def test_relative_error_with_options(isa: str, dtype: torch.dtype, name: str) ->
     t = training(call_of(isa, 2, 4, 2, 511, 511, 64, 64, dtype=dtype, **options_of(4, 511, 511)[name]))
     got, want = t.run(), t.expected()
     errors_by_name = {n: norm(got[n].double() - want[n]) / norm(want[n]) for n in "qkv"}
-    assert max(errors_by_name.values()) <= GATE[dtype], errors_by_name
+    assert max(errors_by_name.values()) <= gate(t.call), errors_by_name
 
 
 def pytorch_errors(t: Training, want: dict[str, Tensor]) -> dict[str, float]:
@@ -313,7 +314,7 @@ def test_the_lowest_bias_gives_the_mean(isa: str, shape: tuple[int, int], poison
         assert not faults(t)
         mean = t.dout.double().sum(-2, keepdim=True).div(101).expand(t.call.v.shape)
         error = norm(t.run()["v"].double() - mean)
-        assert error <= COMPUTED[dtype] * norm(mean) + 1.01 * norm(mean.to(dtype).double() - mean)
+        assert error <= computed(t.call) * norm(mean) + 1.01 * norm(mean.to(dtype).double() - mean)
 
 
 # Fully masked rows, keys masked for all queries

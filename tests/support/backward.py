@@ -41,8 +41,8 @@ GATE = {torch.float32: 1.5e-6, torch.bfloat16: 2.2e-3, torch.float16: 2.7e-4, to
 # bfloat16 output and its residual give 16 bits, which limits gradients that are small differences.
 COMPUTED = {torch.float32: 1.5e-6, torch.bfloat16: 1e-5, torch.float16: 1.5e-6, torch.float64: 1e-12}
 # The same where bfloat16 is multiplied in pairs: weights and score gradients are rounded before the
-# sums, by at most 2**-9 of each term.
-PAIRS = 2.0**-8
+# sums, by at most 2**-9 of each term. PyTorch's errors are 2.7e-3 in dq and 3.1e-3 in dk and dv.
+PAIRS_GATE, PAIRS_COMPUTED = 2.9e-3, 2.0**-8
 
 
 class Training(NamedTuple):
@@ -256,9 +256,17 @@ def errors(t: Training, actual: dict[str, Tensor], pairs: Pairs) -> dict[str, Me
 
 def computed(call: Call) -> float:
     """Returns the limit of the error, relative to the norm of the terms, before results are rounded."""
+    return PAIRS_COMPUTED if in_pairs(call) else COMPUTED[call.q.dtype]
+
+
+def gate(call: Call) -> float:
+    """Returns the limit of the relative error for N(0, 1) inputs."""
+    return PAIRS_GATE if in_pairs(call) else GATE[call.q.dtype]
+
+
+def in_pairs(call: Call) -> bool:
     with core.use_isa(call.isa):
-        in_pairs = core.products(call.q.dtype) == core.PAIRS
-    return PAIRS if in_pairs else COMPUTED[call.q.dtype]
+        return core.products(call.q.dtype) == core.PAIRS
 
 
 def norm(x: Tensor) -> float:

@@ -116,7 +116,8 @@ def multiplies_pairs(call: Call) -> bool:
     """Returns whether forward rounds weights to bfloat16 and multiplies them in pairs."""
     with core.use_isa(call.isa):
         problem = make(*call[:3], Options(**call.options))
-        return core.products(call.q.dtype) == core.PAIRS and not decodes(problem)
+        decode = decodes(problem) and not call.q.requires_grad
+        return core.products(call.q.dtype) == core.PAIRS and not decode
 
 
 def rounded_weights(call: Call, want: Tensor) -> float:
