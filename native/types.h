@@ -131,21 +131,26 @@ struct SpanList {
   int64_t count;
 };
 
-// Keys [begin, end) of one key head, for all query rows of the heads that share it. Lane i of a span is row i
-// of a head. Key j of the split is key `key + j * key_step` of the call.
+// Keys [begin, end). `any_row` is the union of Run::spans over rows and heads, with short gaps closed, as far
+// as it overlaps these keys; `lanes` is not used.
 struct Split {
+  int64_t begin, end;
+  const Span* any_row;
+  int64_t n_any_row;
+};
+
+// Consecutive splits of one key head, for all query rows of the heads that share it. Lane i of a span is row
+// i of a head. Key j of the run is key `key + j * key_step` of the call.
+struct Run {
   const Spec* spec;
   const Call* call;
   int64_t batch, kv_head;
   int64_t key, key_step;
   const SpanList* spans;  // if by_head, one list for each of these heads; otherwise one list for all
   bool by_head;
-  int64_t begin, end;
-  const Span*
-      any_row;  // the union of `spans` over rows and heads, with short gaps closed; `lanes` is not used
-  int64_t n_any_row;
-  void* partial;  // the split's partial result. For `finish`: the first of n_partials partial results
-  int64_t n_partials;
+  const Split* splits;
+  int64_t n_splits;
+  void* partials;  // the splits' partial results
   void* scratch;
 };
 

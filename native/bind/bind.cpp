@@ -172,10 +172,14 @@ void bind_machine(nb::module_& m) {
   m.def("fma_probe", &fma_probe, "rounds"_a, "bfloat16"_a = false, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_probe",
-      [](int64_t data, int64_t count) {
-        return kernels().read_probe(reinterpret_cast<const float*>(data), count);
+      [](const Sequence<std::tuple<int64_t, int64_t>>& ranges, int count) {
+        std::vector<Bytes> blocks;
+        for (const auto& [data, size] : to_vector(ranges))
+          blocks.push_back({reinterpret_cast<const char*>(data), size});
+        nb::gil_scoped_release release;
+        read_once(blocks, count);
       },
-      "data"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
+      "ranges"_a, "threads"_a);
 }
 
 // nanobind registers every instance in a hash table. If that cannot grow, the process ends, so it gets its

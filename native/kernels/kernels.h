@@ -31,13 +31,14 @@ struct BackwardKernels {
   void (*exact_row)(const Task&, const Panel&, const Gradients&);
 };
 
-// Few query rows, many keys: `split` computes the partial result of one split, `finish` merges
-// the partial results.
+// Few query rows, many keys: `run` computes the partial results of a run's splits, `finish` merges
+// the partial results of all splits of a key head.
 struct DecodeKernels {
   int64_t (*partial_bytes)(const Spec&);
-  int64_t (*scratch_bytes)(const Spec&);
-  bool (*split)(const Split&);   // false: the page table names a page that does not exist
-  bool (*finish)(const Split&);  // merges the partial results in order and writes the output rows
+  int64_t (*max_splits)(const Spec&);  // of a run
+  int64_t (*scratch_bytes)(const Spec&, int64_t splits);
+  bool (*run)(const Run&);     // false: the page table names a page that does not exist
+  bool (*finish)(const Run&);  // merges the partial results in order and writes the output rows
 };
 constexpr int64_t kSplitKeys = 512;
 

@@ -7,35 +7,47 @@
 
 namespace {
 
-constexpr int64_t kTileKeys = 32;  // a converted tile stays in L1
+// A converted tile stays in L1. While the rows of a tile that is read in place are used, the rows of
+// the next tile are prefetched: a tile's `ahead` is the distance to the next tile, in elements.
+constexpr int64_t kTileKeys = 32;
 
-// A row of floats. load(d, i) loads a vector from element d + i; d is a multiple of kLine, the
-// elements of a cache line.
+// A row of floats. Sums along D have the lanes of a cache line of the compute type, kWidth, so that
+// they do not depend on the width of a vector.
 template <class V, class K>
 struct FloatRow {
-  static constexpr int kLine = 64 / sizeof(K) > V::N ? 64 / sizeof(K) : V::N;
+  static constexpr bool kFloats = true;
+  static constexpr int kWidth = 64 / sizeof(Number<V>), kParts = kWidth / V::N, kLine = 64 / sizeof(K);
+  // Keys that are multiplied by several queries at once: more share each load of the queries, which
+  // pays off for 16 bits; fewer are nearer to one stream, which pays off for floats from DRAM.
+  static constexpr int kAdjacent = sizeof(K) == 2 ? 4 : 2;
   const K* data;
-  V load(int64_t d, int i) const { return Lanes<V>::load(data + d + i); }
+  int64_t ahead;
+  V load(int64_t d) const { return Lanes<V>::load(data + d); }
   Number<V> element(int64_t d) const { return static_cast<Number<V>>(to_float(data[d])); }
-  void prefetch(int64_t d, int64_t ahead) const { __builtin_prefetch(data + d + ahead); }
+  // Prefetches the cache line that holds element d of the next tile's row.
+  void prefetch(int64_t d) const { __builtin_prefetch(data + d + ahead); }
 };
 
 template <class V, class K>
 struct FloatTile {
   using Row = FloatRow<V, K>;
   const K* data;
-  int64_t ld;
-  Row row(int64_t c) const { return {data + c * ld}; }
+  int64_t ld, ahead;
+  Row row(int64_t c) const { return {data + c * ld, ahead}; }
+  FloatTile from(int64_t c) const { return {data + c * ld, ld, ahead}; }
 };
 
 // A row of codes. A unit is one vector of int8 codes, or two vectors of int4 codes that share their
 // bytes.
 template <class V, StoreKind Kind>
 struct CodeRow {
-  static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2;
+  static constexpr bool kFloats = false;
+  static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2, kParts = 1;
+  static constexpr int kAdjacent = 4;
   static constexpr int kUnits = kGroup / kVectors / V::N;  // units of a group
   const uint8_t* codes;
   const Number<V>* scales;
+  int64_t ahead;
 
   // Returns the channel, within its group, of lane 0 of vector n of a unit.
   static constexpr int channel(int unit, int n) { return unit * V::N + n * kHalf; }
@@ -53,19 +65,17 @@ struct CodeRow {
     if constexpr (Kind == kInt8) return code * scale(group);
     return fma(code, scale(group), low(group));
   }
-  void prefetch(int64_t group, int64_t ahead) const {
-    __builtin_prefetch(codes + group * kGroup / kVectors + ahead);
-  }
+  void prefetch(int64_t group) const { __builtin_prefetch(codes + group * kGroup / kVectors + ahead); }
 };
 
 template <class V, StoreKind Kind>
 struct CodeTile {
   using Row = CodeRow<V, Kind>;
   const uint8_t* codes;
-  int64_t ld;
+  int64_t ld, ahead;
   const Number<V>* scales;
   int64_t per_row;
-  Row row(int64_t c) const { return {codes + c * ld, scales + c * per_row}; }
+  Row row(int64_t c) const { return {codes + c * ld, scales + c * per_row, ahead}; }
 };
 
 template <class V, class S>
@@ -73,7 +83,7 @@ class Stored {
   using Scalar = Number<V>;
 
  public:
-  Stored(const Split& p, const void* data, const Strides& stride, const void* scales,
+  Stored(const Run& p, const void* data, const Strides& stride, const void* scales,
          const Strides& scale_stride, int64_t width)
       : spec_(*p.spec), stride_(stride), scale_stride_(scale_stride), width_(width), batch_(p.batch),
         key_(p.key), step_(p.key_step),
@@ -82,10 +92,10 @@ class Stored {
     scales_ = static_cast<const Half*>(scales) + (scales ? p.kv_head * scale_stride.h : 0);
   }
 
-  static Stored keys(const Split& p) {
+  static Stored keys(const Run& p) {
     return {p, p.call->k, p.spec->k, p.call->k_scale, p.spec->k_scale, p.spec->D};
   }
-  static Stored values(const Split& p) {
+  static Stored values(const Run& p) {
     return {p, p.call->v, p.spec->v, p.call->v_scale, p.spec->v_scale, p.spec->Dv};
   }
 
@@ -106,9 +116,16 @@ class Stored {
   template <StoreKind Kind>
   CodeTile<V, Kind> codes_in_place(int64_t begin, int64_t n, Scalar* scales) const {
     const Row row = locate(begin);
-    if (!row.exists || rows_in_page(begin, n) < n) return {nullptr, 0, nullptr, 0};
+    if (!row.exists || rows_in_page(begin, n) < n) return {};
     convert_scales(row, n, scales);
-    return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, scales, scales_per_row()};
+    return {reinterpret_cast<const uint8_t*>(row.data), stride_.l * step_, 0, scales, scales_per_row()};
+  }
+
+  // Returns how many elements (bytes, for codes) row `to` lies behind row `from`, or 0 if one of
+  // them lies in a page that does not exist.
+  int64_t distance(int64_t from, int64_t to) const {
+    const Row a = locate(from), b = locate(to);
+    return a.exists && b.exists ? (b.data - a.data) / element_bytes() : 0;
   }
 
   // Returns rows in the compute type, copied to `target`. Rows of a page that does not exist are

@@ -27,6 +27,15 @@ Outcome linear_forward(const LinearSpec& spec, const LinearCall& call, Interrupt
 Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const LinearGradients& grads,
                         Interrupt interrupt);
 
+// Memory that a call reads.
+struct Bytes {
+  const char* data;
+  int64_t size;
+};
+
+// Reads memory once with up to `threads` threads, to measure its bandwidth.
+void read_once(const std::vector<Bytes>& blocks, int threads);
+
 // Counts the pairs that the mask allows, in the panels that forward processes.
 Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost);
 

@@ -56,9 +56,13 @@ def fma_probe(rounds: int, dtype: torch.dtype = torch.float32) -> float:
     return _core.fma_probe(rounds, dtype == torch.bfloat16)
 
 
-def read_probe(x: Tensor) -> None:
-    """Reads a contiguous float32 tensor once, on the calling thread, to measure bandwidth."""
-    _core.read_probe(x.data_ptr(), x.numel())
+def read_probe(*tensors: Tensor, threads: int = 1) -> None:
+    """Reads contiguous tensors once, with up to `threads` of PyTorch's threads.
+
+    The probe measures bandwidth: its time is the least that a call that reads the same tensors
+    can take.
+    """
+    _core.read_probe([(x.data_ptr(), x.nbytes) for x in tensors], threads)
 
 
 def panel_rows() -> int:
