@@ -117,7 +117,7 @@ class RanksOptions(NamedTuple):
 
     def output(self, layer: LayerSpec, work: Work, measured: bool, as_json: bool) -> str:
         """Returns the table or the JSON. `measured`: a rank is as fast as this machine."""
-        from ..cost import Link, measure_machine, ranks_table
+        from ..cost import RankLink, measure_machine, ranks_table
         from ..cost._ranks import FLOPS
         from ..cost._time import FORWARD
 
@@ -126,13 +126,13 @@ class RanksOptions(NamedTuple):
             raise ValueError(f"--ranks: expected integers, as in 8,64, got {','.join(self.ranks or ())}")
         if measured and self.flops is not None:
             raise ValueError("--flops: expected only without --time, which measures it")
-        default, (call,) = Link(), layer.calls(work)
+        default, (call,) = RankLink(), layer.calls(work)
         bandwidth = default.bandwidth if self.bandwidth is None else 1e9 * self.bandwidth
         latency = default.latency if self.latency is None else 1e-6 * self.latency
         flops = FLOPS if self.flops is None else 1e9 * self.flops
         table = ranks_table(
             call, map(int, words), flops=FORWARD * measure_machine().fma if measured else flops,
-            link=Link(bandwidth, latency), passes="training" if self.training else "forward",
+            link=RankLink(bandwidth, latency), passes="training" if self.training else "forward",
         )  # fmt: skip
         return table.to_json() if as_json else str(table)
 
