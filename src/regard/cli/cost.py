@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 Latent = tuple[int | None, ...]  # rank, nope_dim, rope_dim, value_dim, q_rank
 Kind = Literal["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
+Config = Annotated[
+    Path | None, typer.Argument(help="A Hugging Face config.json or its directory. Default: one layer.")
+]
+Window = Annotated[
+    int | None, typer.Option(min=1, help="Window in tokens, the query's own included, for --kind heads.")
+]
 Ranks = Annotated[
     list[str] | None,
     typer.Option(metavar="N,N,...", help="Attention over so many processes, by method, instead of a layer."),
@@ -30,16 +36,12 @@ Training = Annotated[bool, typer.Option("--training", help="With --ranks: forwar
 
 
 def cost(
-    config: Annotated[
-        Path | None, typer.Argument(help="A Hugging Face config.json or its directory. Default: one layer.")
-    ] = None,
+    config: Config = None,
     kind: Annotated[Kind, typer.Option(help="The type of the layer, without a config.")] = "heads",
     width: Annotated[int, typer.Option(min=1, help="d_model of the layer.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads, for --kind heads.")] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window in tokens, the query's own included, for --kind heads.")
-    ] = None,
+    window: Window = None,
     sinks: Annotated[int, typer.Option(min=0, help="Sink tokens, with --window.")] = 0,
     rank: Annotated[int | None, typer.Option(min=1, help="Channels of the latent (MLA).")] = None,
     nope_dim: Annotated[int | None, typer.Option(min=0, help="Key channels without rotation (MLA).")] = None,
