@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regard
 from regard import cost, distributed as D, masks as M
-from regard.cost import CallSpec, Link, RanksCost
+from regard.cost import CallSpec, RankLink, RanksCost
 from regard.distributed import _group
 
 MESSAGE = 2**20  # bytes: keys or values of a part of a ring
@@ -59,17 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured_link(processes: Processes, seconds: float) -> Link:
+def measured_link(processes: Processes, seconds: float) -> RankLink:
     """Measures messages that all ranks send to their neighbours at once: empty ones and large ones."""
     times = {
         size: min(max(processes.run(exchange, size)) for _ in range(max(3, int(8 * seconds))))
         for size in (4, MESSAGE)
     }
-    return Link(MESSAGE / (times[MESSAGE] - times[4]), times[4])
+    beyond_latency = times[MESSAGE] - times[4]  # below 0 only if other processes disturb
+    return RankLink(MESSAGE / (beyond_latency if beyond_latency > 0 else times[MESSAGE]), times[4])
 
 
 def rows(
-    processes: Processes, call: CallSpec, ranks: int, link: Link, passes: str, options: argparse.Namespace
+    processes: Processes, call: CallSpec, ranks: int, link: RankLink, passes: str, options: argparse.Namespace
 ) -> list[float]:
     """Prints the rows of a call. Returns the ratios of the times."""
     share = CallSpec(Hq=call.Hq // ranks, Lq=call.Lq, D=call.D, mask=call.mask)

@@ -36,7 +36,7 @@ LAYOUTS = {
     "zigzag": D.zigzag,
     "balanced": lambda L, ranks: D.balanced(M.Causal(), L, ranks),
 }
-SPEED: dict[str, Any] = {"flops": 1e12, "link": cost.Link(1e9, 1e-4)}
+SPEED: dict[str, Any] = {"flops": 1e12, "link": cost.RankLink(1e9, 1e-4)}
 
 
 def by_method(call: CallSpec, ranks: int, **options: Any) -> dict[str, cost.RanksCost]:
@@ -101,11 +101,11 @@ def test_more_ranks_compute_less_and_hold_less() -> None:
 @pytest.mark.parametrize("passes", ["forward", "training"])
 def test_seconds_lie_between_computing_and_no_overlap(mask: M.Mask | None, passes: RankPass) -> None:
     call = replace(LAYER, mask=mask)
-    for x in cost.over_ranks(call, 64, link=cost.Link(1e7, 1e-3), passes=passes):
+    for x in cost.over_ranks(call, 64, link=cost.RankLink(1e7, 1e-3), passes=passes):
         waits = 1.02 if x.method == "ring" else 1 + 1e-9  # for ranks with more work or more bytes
         assert x.compute < x.seconds <= (x.compute + x.communication) * waits
         assert x.method == "ring" or x.seconds > 0.99 * x.communication
-    for slower in ({"flops": 1e9}, {"link": cost.Link(1e6, 50e-6)}, {"link": cost.Link(latency=1.0)}):
+    for slower in ({"flops": 1e9}, {"link": cost.RankLink(1e6, 50e-6)}, {"link": cost.RankLink(latency=1.0)}):
         slow = by_method(call, 64, passes=passes, **slower)
         for name, x in by_method(call, 64, passes=passes).items():
             assert slow[name].seconds > x.seconds, (name, slower)
@@ -116,7 +116,7 @@ def test_a_ring_hides_messages_that_are_shorter_than_computing() -> None:
     call = CallSpec(Hq=1, Lq=2000, D=64)
     row, pairs = 1000 * 128 * 4, 1000**2
     for bandwidth, latency in ((1e9, 1e-6), (1e6, 1e-3)):
-        x = by_method(call, 2, flops=1e9, link=cost.Link(bandwidth, latency))["ring"]
+        x = by_method(call, 2, flops=1e9, link=cost.RankLink(bandwidth, latency))["ring"]
         step, arriving = pairs * 256 / 1e9, 2 * latency + row / bandwidth
         assert x.seconds == pytest.approx(latency + step + max(step, arriving))
         assert x.communication == pytest.approx(latency + arriving)
@@ -124,9 +124,9 @@ def test_a_ring_hides_messages_that_are_shorter_than_computing() -> None:
 
 
 def test_usp_takes_the_fastest_mesh() -> None:
-    latency_counts = by_method(LAYER, 64, flops=1e18, link=cost.Link(1e15, 1e-3))["usp"]
+    latency_counts = by_method(LAYER, 64, flops=1e18, link=cost.RankLink(1e15, 1e-3))["usp"]
     assert latency_counts.mesh == (8, 8)
-    bytes_count = by_method(LAYER, 64, flops=1e18, link=cost.Link(1e6, 0.0))["usp"]
+    bytes_count = by_method(LAYER, 64, flops=1e18, link=cost.RankLink(1e6, 0.0))["usp"]
     assert bytes_count.mesh[1] >= 8  # a rank needs one of 8 key heads
     assert bytes_count.ranks == 64
     assert "usp" not in by_method(LAYER, 7)
@@ -174,9 +174,9 @@ def test_thousands_of_ranks() -> None:
             lambda: cost.over_ranks(CallSpec(Hq=2, Lq=9, mask=M.PerHead([M.Causal(), M.Prefix(3)])), 2),
             ValueError, "mask: expected the same mask for all samples and heads",
         ),
-        (lambda: cost.Link(bandwidth=0), ValueError, "bandwidth: expected a positive number, got 0"),
-        (lambda: cost.Link(bandwidth=float("nan")), ValueError, "bandwidth: expected a positive"),
-        (lambda: cost.Link(latency=-1.0), ValueError, "latency: expected a number of seconds from 0"),
+        (lambda: cost.RankLink(bandwidth=0), ValueError, "bandwidth: expected a positive number, got 0"),
+        (lambda: cost.RankLink(bandwidth=float("nan")), ValueError, "bandwidth: expected a positive"),
+        (lambda: cost.RankLink(latency=-1.0), ValueError, "latency: expected a number of seconds from 0"),
         (lambda: cost.ranks_table(LAYER, []), ValueError, "ranks: expected at least one number, got none"),
     ],
 )  # fmt: skip
@@ -202,7 +202,7 @@ def test_the_command_prints_a_table() -> None:
     result = run("--ranks", "2,4", "--ranks", "16", *SMALL, *given)
     assert result.exit_code == 0, result.output
     call = CallSpec(Hq=8, Lq=4096, D=64, mask=M.Causal())
-    table = cost.ranks_table(call, (2, 4, 16), flops=1e11, link=cost.Link(2e9, 30e-6), passes="training")
+    table = cost.ranks_table(call, (2, 4, 16), flops=1e11, link=cost.RankLink(2e9, 30e-6), passes="training")
     assert result.output == f"{table}\n"
     lines = result.output.splitlines()
     assert "100 GFLOP/s, link of 2 GB/s in each direction and 30 us per message" in lines[1]

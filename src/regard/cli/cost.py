@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 Latent = tuple[int | None, ...]  # rank, nope_dim, rope_dim, value_dim, q_rank
 Kind = Literal["heads", "latent", "absorbed", "longformer", "bigbird", "linformer", "performer", "linear"]
+Config = Annotated[
+    Path | None, typer.Argument(help="A Hugging Face config.json or its directory. Default: one layer.")
+]
+Window = Annotated[
+    int | None, typer.Option(min=1, help="Window in tokens, the query's own included, for --kind heads.")
+]
 Ranks = Annotated[
     list[str] | None,
     typer.Option(metavar="N,N,...", help="Attention over so many processes, by method, instead of a layer."),
@@ -30,16 +36,12 @@ Training = Annotated[bool, typer.Option("--training", help="With --ranks: forwar
 
 
 def cost(
-    config: Annotated[
-        Path | None, typer.Argument(help="A Hugging Face config.json or its directory. Default: one layer.")
-    ] = None,
+    config: Config = None,
     kind: Annotated[Kind, typer.Option(help="The type of the layer, without a config.")] = "heads",
     width: Annotated[int, typer.Option(min=1, help="d_model of the layer.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads, for --kind heads.")] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window in tokens, the query's own included, for --kind heads.")
-    ] = None,
+    window: Window = None,
     sinks: Annotated[int, typer.Option(min=0, help="Sink tokens, with --window.")] = 0,
     rank: Annotated[int | None, typer.Option(min=1, help="Channels of the latent (MLA).")] = None,
     nope_dim: Annotated[int | None, typer.Option(min=0, help="Key channels without rotation (MLA).")] = None,
@@ -117,7 +119,7 @@ class RanksOptions(NamedTuple):
 
     def output(self, layer: LayerSpec, work: Work, measured: bool, as_json: bool) -> str:
         """Returns the table or the JSON. `measured`: a rank is as fast as this machine."""
-        from ..cost import Link, measure_machine, ranks_table
+        from ..cost import RankLink, measure_machine, ranks_table
         from ..cost._ranks import FLOPS
         from ..cost._time import FORWARD
 
@@ -126,13 +128,13 @@ class RanksOptions(NamedTuple):
             raise ValueError(f"--ranks: expected integers, as in 8,64, got {','.join(self.ranks or ())}")
         if measured and self.flops is not None:
             raise ValueError("--flops: expected only without --time, which measures it")
-        default, (call,) = Link(), layer.calls(work)
+        default, (call,) = RankLink(), layer.calls(work)
         bandwidth = default.bandwidth if self.bandwidth is None else 1e9 * self.bandwidth
         latency = default.latency if self.latency is None else 1e-6 * self.latency
         flops = FLOPS if self.flops is None else 1e9 * self.flops
         table = ranks_table(
             call, map(int, words), flops=FORWARD * measure_machine().fma if measured else flops,
-            link=Link(bandwidth, latency), passes="training" if self.training else "forward",
+            link=RankLink(bandwidth, latency), passes="training" if self.training else "forward",
         )  # fmt: skip
         return table.to_json() if as_json else str(table)
 

@@ -10,7 +10,7 @@ from ._config import from_config
 from ._estimate import CostRow, TotalCost, estimate
 from ._layers import AttentionSpec, LatentSpec, LayerSpec, Work
 from ._machine import Machine, measure_machine
-from ._methods import Link, RanksCost
+from ._methods import RankLink, RanksCost
 from ._model import BlockSpec, FeedForwardSpec, ModelSpec
 from ._modules import from_module, layers_in
 from ._ranks import over_ranks
@@ -22,8 +22,8 @@ from ._time import attention_seconds, predict
 __all__ = [
     "FORMATS", "AttentionSpec", "BigBirdSpec", "BlockSpec", "CallCost", "CallSpec", "CostRow",
     "CostTable", "FeedForwardSpec", "Flops", "Format", "LatentSpec", "LayerSpec", "LinearSpec",
-    "LinformerSpec", "Link", "LongformerSpec", "Machine", "ModelSpec", "PerformerSpec", "RanksCost",
-    "RanksTable", "TotalCost", "Work", "allocated_bytes", "attention_seconds", "best_times",
-    "cache_bytes", "estimate", "from_config", "from_module", "layers_in", "measure_machine",
-    "over_ranks", "peak_memory", "predict", "ranks_table", "table",
+    "LinformerSpec", "LongformerSpec", "Machine", "ModelSpec", "PerformerSpec", "RankLink",
+    "RanksCost", "RanksTable", "TotalCost", "Work", "allocated_bytes", "attention_seconds",
+    "best_times", "cache_bytes", "estimate", "from_config", "from_module", "layers_in",
+    "measure_machine", "over_ranks", "peak_memory", "predict", "ranks_table", "table",
 ]  # fmt: skip

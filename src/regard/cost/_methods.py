@@ -20,7 +20,7 @@ from ._steps import Steps
 
 
 @dataclass(frozen=True)
-class Link:
+class RankLink:
     """The network link of a rank, which sends and receives at the same time.
 
     A rank handles its messages one after the other. Each takes `latency` and its bytes / `bandwidth`.
@@ -101,7 +101,7 @@ class Ranks(NamedTuple):
 
     sizes: Sizes
     layout: Layout
-    link: Link
+    link: RankLink
     pair_seconds: tuple[float, ...]  # of a visible pair of one head, in forward and backward
 
     def cost(self, method: str, mesh: tuple[int, ...], phases: Iterable[Phase], memory: Tensor) -> RanksCost:

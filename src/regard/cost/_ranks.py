@@ -8,7 +8,16 @@ from .._tools.arguments import count, describe
 from ..distributed import Layout, contiguous, zigzag
 from ..masks import Causal
 from ._call import CallSpec
-from ._methods import Link, Ranks, RanksCost, Sizes, check_rate, cost_in_groups, cost_of_gather, heads_suffice
+from ._methods import (
+    RankLink,
+    Ranks,
+    RanksCost,
+    Sizes,
+    check_rate,
+    cost_in_groups,
+    cost_of_gather,
+    heads_suffice,
+)
 from ._steps import Steps
 
 RankPass = Literal["forward", "training"]
@@ -18,7 +27,7 @@ MOST_TOKENS = 2**31  # numbers of pairs are int64
 
 def over_ranks(
     call: CallSpec, ranks: int, *, layout: Layout | None = None, flops: float = FLOPS,
-    link: Link | None = None, passes: RankPass = "forward",
+    link: RankLink | None = None, passes: RankPass = "forward",
 ) -> tuple[RanksCost, ...]:  # fmt: skip
     """Predicts the costs of self-attention over processes for each method that can run it.
 
@@ -29,7 +38,7 @@ def over_ranks(
         ranks: number of processes. With a mask that is no `Window`, at most about 128.
         layout: as in `distributed.attention`. Default: `zigzag` for `Causal()`, else `contiguous`.
         flops: FLOP/s that the kernels of a rank reach.
-        link: bandwidth and latency of a rank's link. Default: `Link()`.
+        link: bandwidth and latency of a rank's link. Default: `RankLink()`.
         passes: "forward", or "training" (forward and backward).
 
     Example:
@@ -39,7 +48,7 @@ def over_ranks(
     layout = _checked(call, ranks, layout, flops, passes)
     D, Dv = call.D, call.Dv or call.D
     pair_flops = (2 * call.B * (D + Dv), 2 * call.B * (3 * D + 2 * Dv))[: 1 + (passes == "training")]
-    division = Ranks(Sizes.of(call), layout, link or Link(), tuple(n / flops for n in pair_flops))
+    division = Ranks(Sizes.of(call), layout, link or RankLink(), tuple(n / flops for n in pair_flops))
     steps = Steps.of(call.mask, layout)
     costs = [cost_in_groups(division, 1, steps), cost_of_gather(division, steps)]
     for_usp: list[RanksCost] = []

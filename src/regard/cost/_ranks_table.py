@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ._call import CallSpec
-from ._methods import Link, RanksCost
+from ._methods import RankLink, RanksCost
 from ._ranks import FLOPS, RankPass, over_ranks
 from ._table import aligned, short
 
@@ -22,7 +22,7 @@ class RanksTable:
 
     call: CallSpec
     flops: float
-    link: Link
+    link: RankLink
     passes: RankPass
     costs: tuple[tuple[RanksCost, ...], ...]  # for each number of processes
 
@@ -60,7 +60,7 @@ def _texts(cost: RanksCost, is_fastest: bool) -> list[str]:
 
 
 def ranks_table(
-    call: CallSpec, ranks: Iterable[int], *, flops: float = FLOPS, link: Link | None = None,
+    call: CallSpec, ranks: Iterable[int], *, flops: float = FLOPS, link: RankLink | None = None,
     passes: RankPass = "forward",
 ) -> RanksTable:  # fmt: skip
     """Compares the methods for several numbers of processes. The arguments are those of `over_ranks`.
@@ -68,7 +68,7 @@ def ranks_table(
     Example:
         >>> print(ranks_table(CallSpec(Hq=8, Lq=65536, mask=masks.Causal()), [8, 64]))
     """
-    link = link or Link()
+    link = link or RankLink()
     costs = tuple(over_ranks(call, n, flops=flops, link=link, passes=passes) for n in ranks)
     if not costs:
         raise ValueError("ranks: expected at least one number, got none")
