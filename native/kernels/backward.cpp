@@ -217,7 +217,9 @@ struct Backward {
     if (p.rows < P) clear_panel(s, i);
     pack_operand<O>(q, q_step, spec.q.d, p.rows, spec.D, static_cast<Scalar>(score_factor(spec)), s.queries);
     pack_operand<O>(dout, g_step, g.d, p.rows, spec.Dv, Scalar{1}, s.dout);
-    if constexpr (!kPairs)
+    if constexpr (kPairs)
+      for (int t = 0; t < P; ++t) spread_nan(s, t);
+    else
       for (int64_t d = 0; d < spec.Dv; ++d)
         for (int r = 0; r < P; r += V::N)
           Lanes<V>::store(s.dout + d * P + r,
@@ -229,6 +231,13 @@ struct Backward {
       if (skipped >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.span = 0;
+  }
+
+  // Moves NaN from a lane's factor to its queries: a masked weight of 0 times NaN would be NaN.
+  void spread_nan(State& s, int t) const {
+    if (s.weight_factor[t] == s.weight_factor[t]) return;
+    s.weight_factor[t] = 1;
+    for (int64_t d = 0; d < elements(spec.D); ++d) s.queries[d * P + t] = 0x7FC07FC0;
   }
 
   // Packs rows into slices of P columns. Rows of singles are multiplied by `factor`.
@@ -256,10 +265,11 @@ struct Backward {
     for (int t = 0; t < P; ++t) {
       const int64_t row = t * chunk.row_step;
       const bool valid = t < p.rows && !(shift[rows + row] <= 0);
-      factor[t] = valid ? static_cast<Scalar>(spec.keep_scale) / shift[rows + row] : 0;
+      // Factors of weights must not be 0 where all weights are dropped: delta has weights, too.
+      const Scalar scale = kPairs && spec.keep_scale == 0 ? 1 : static_cast<Scalar>(spec.keep_scale);
+      factor[t] = valid ? scale / shift[rows + row] : 0;
       s.weight_factor[t] = factor[t];
-      const Scalar divisor = kPairs ? static_cast<Scalar>(spec.keep_scale) : shift[rows + row];
-      s.delta[t] = valid ? delta[row] / divisor : 0;
+      s.delta[t] = valid ? delta[row] / (kPairs ? scale : shift[rows + row]) : 0;
       // A shift of -inf in a row that attends to keys means that a score is NaN.
       const bool finite = valid && shift[row] > -static_cast<Scalar>(__builtin_inf());
       s.shift[t] = finite ? shift[row] : valid || t >= p.rows ? 0 : Exp2<V>::kLargestShift;
@@ -494,9 +504,11 @@ struct Backward {
       const bool odd = (from - begin) & 1;
       const Element* rows = key_words + (from - chunk.begin) / 2 * spec.D;
       pair_keys(g + (from - begin) * P, odd, to - from, ds_words);
+      const int64_t words = elements(odd + to - from);
+      // The first and the last word may hold a key outside of the spans.
       if (masked_keys_are_finite(spans, from, to) && all_finite<O>(rows, spec.D) &&
-          all_finite<O>(rows + ((odd + to - from - 1) / 2) * spec.D, spec.D))
-        return add_values<O>(rows, spec.D, elements(odd + to - from), ds_words, spec.D, s.dq);
+          all_finite<O>(rows + (words - 1) * spec.D, spec.D))
+        return add_values<O>(rows, spec.D, words, ds_words, spec.D, s.dq);
       return add_query_gradients_by_pair(p, s, from - odd, to, rows);
     } else {
       const Element* rows = k + (from - chunk.begin) * ldk;
