@@ -290,6 +290,19 @@ def test_instruction_sets_are_compared(
         bench.isas.agree("dense", bench.isas.calls(64)["dense"], ["generic", "generic"])
 
 
+def test_decode_is_compared_with_a_plain_read(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ["--threads", "1", "--seconds", "0", "--shrink", "32", "--only", "decode-fp32-1-8-4096"]
+    assert bench.decode.main(tiny) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| one query")]
+    assert [row.split(" | ")[2] for row in rows] == ["4 KiB", "2 MiB"]
+    monkeypatch.setattr(bench.decode.core, "read_probe", lambda *tensors, threads: None)
+    monkeypatch.setattr(bench.decode, "prepare", lambda side, case, inputs: lambda: inputs.q + 1)
+    with pytest.raises(bench.checks.WrongResult):
+        bench.decode.main(tiny)
+
+
 def test_sparse_attention_is_timed(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     tiny = [
