@@ -172,14 +172,12 @@ void bind_machine(nb::module_& m) {
   m.def("fma_probe", &fma_probe, "rounds"_a, "bfloat16"_a = false, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_probe",
-      [](const Sequence<std::tuple<int64_t, int64_t>>& ranges, int count) {
-        std::vector<Bytes> blocks;
-        for (const auto& [data, size] : to_vector(ranges))
-          blocks.push_back({reinterpret_cast<const char*>(data), size});
+      [](const Sequence<Block>& sequence, int threads) {
+        const std::vector<Block> blocks = to_vector(sequence);
         nb::gil_scoped_release release;
-        read_once(blocks, count);
+        read_once(blocks, threads);
       },
-      "ranges"_a, "threads"_a);
+      "blocks"_a, "threads"_a);
 }
 
 // nanobind registers every instance in a hash table. If that cannot grow, the process ends, so it gets its

@@ -64,8 +64,8 @@ REGARD_INLINE void multiply(const Number<V>* queries, int64_t ldq, const FloatRo
   }
 }
 
-// Quantised keys. With one query, scale after summing a group; with several, dequantise once and
-// share.
+// Quantised keys. With one query, scale after summing a group if that is faster; with several,
+// dequantise once and share.
 template <class V, int R, int Keys, StoreKind Kind>
 REGARD_INLINE void multiply(const Number<V>* queries, int64_t ldq, const CodeRow<V, Kind> (&keys)[Keys],
                             int64_t D, Sums<V, R, Keys, CodeRow<V, Kind>>& sums) {
@@ -75,7 +75,7 @@ REGARD_INLINE void multiply(const Number<V>* queries, int64_t ldq, const CodeRow
   for (int64_t g = 0; g * kGroup < D; ++g) {
     const Number<V>* q = queries + g * kGroup;
     UNROLLED (c, Keys) keys[c].prefetch(g);
-    if constexpr (R == 1) {
+    if constexpr (R == 1 && Row::kScalesLate) {
       V query_sum = Lanes<V>::load(q);
 #pragma GCC unroll 8
       for (int i = V::N; i < kGroup; i += V::N) query_sum = query_sum + Lanes<V>::load(q + i);
@@ -92,10 +92,7 @@ REGARD_INLINE void multiply(const Number<V>* queries, int64_t ldq, const CodeRow
     } else {
       UNROLLED (u, Row::kUnits) {
         V x[Keys][Row::kVectors];
-        UNROLLED (c, Keys) {
-          keys[c].load(g, u, x[c]);
-          UNROLLED (n, Row::kVectors) x[c][n] = keys[c].dequantise(x[c][n], g);
-        }
+        UNROLLED (c, Keys) keys[c].load_dequantised(g, u, x[c]);
         UNROLLED (t, R * Row::kVectors) {
           const int r = t / Row::kVectors, n = t % Row::kVectors;
           const V query = Lanes<V>::load(q + r * ldq + Row::channel(u, n));
@@ -234,11 +231,12 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
 }
 
 // The same for quantised values, for `Units` units (of CodeRow) from unit `first` on. With one row,
-// scale the weight; with several rows, dequantise once and share.
+// scale the weight if that is faster; with several rows, dequantise once and share.
 template <class V, int R, int Units, StoreKind Kind>
 REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values,
                                int64_t first, int64_t n, Number<V>* out, int64_t ldo) {
   using Row = CodeRow<V, Kind>;
+  constexpr bool kLate = R == 1 && Row::kScalesLate;
   V sum[R][Units][Row::kVectors], low_sums[Units];
   UNROLLED (u, Units) {
     low_sums[u] = Lanes<V>::zero();
@@ -252,17 +250,18 @@ REGARD_INLINE void add_columns(const Number<V>* weights, int64_t ld_weights, con
     UNROLLED (u, Units) {
       const int64_t group = (first + u) / Row::kUnits;
       const int unit = static_cast<int>((first + u) % Row::kUnits);
-      if (R == 1 && u % Row::kUnits == 0) {
+      if (kLate && u % Row::kUnits == 0) {
         factor = w[0] * row.scale(group);
         if constexpr (Kind == kInt4) low_sums[u] = fma(w[0], row.low(group), low_sums[u]);
       }
       if (unit == 0) row.prefetch(group);
       V x[Row::kVectors];
-      row.load(group, unit, x);
-      UNROLLED (i, Row::kVectors) {
-        const V v = R == 1 ? x[i] : row.dequantise(x[i], group);
-        UNROLLED (r, R) sum[r][u][i] = fma(R == 1 ? factor : w[r], v, sum[r][u][i]);
-      }
+      if constexpr (kLate)
+        row.load(group, unit, x);
+      else
+        row.load_dequantised(group, unit, x);
+      UNROLLED (i, Row::kVectors)
+        UNROLLED (r, R) sum[r][u][i] = fma(kLate ? factor : w[r], x[i], sum[r][u][i]);
     }
   }
   UNROLLED (u, Units) {
@@ -302,7 +301,7 @@ template <class V, int R, StoreKind Kind>
 void add_tile(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Kind>& values, int64_t n,
               Number<V>* out, int64_t ldo, int64_t Dv) {
   using Row = CodeRow<V, Kind>;
-  constexpr int kUnits = Row::kUnits, kMax = 8 / R / Row::kVectors;  // sums stay in registers
+  constexpr int kUnits = Row::kUnits, kMax = (R == 1 ? 8 : kSums<V>) / R / Row::kVectors;
   constexpr int Units = R == 1 ? (kMax < kUnits ? kUnits : kMax / kUnits * kUnits) : kMax > 0 ? kMax : 1;
   const int64_t units = round_up(Dv, kGroup) / kGroup * kUnits;
   int64_t u = 0;

@@ -42,6 +42,8 @@ struct FloatTile {
 template <class V, StoreKind Kind>
 struct CodeRow {
   static constexpr bool kFloats = false;
+  // Whether one query multiplies codes, and scales the sum of a group.
+  static constexpr bool kScalesLate = Kind == kInt8 || !kLooksUpNibbles;
   static constexpr int kHalf = kGroup / 2, kVectors = Kind == kInt8 ? 1 : 2, kParts = 1;
   static constexpr int kAdjacent = 4;
   static constexpr int kUnits = kGroup / kVectors / V::N;  // units of a group
@@ -61,9 +63,14 @@ struct CodeRow {
   // An element is code * scale + low; int8 has no low.
   V scale(int64_t group) const { return Lanes<V>::set(scales[kVectors * group]); }
   V low(int64_t group) const { return Lanes<V>::set(scales[2 * group + 1]); }
-  V dequantise(V code, int64_t group) const {
-    if constexpr (Kind == kInt8) return code * scale(group);
-    return fma(code, scale(group), low(group));
+  // Loads elements instead of codes.
+  void load_dequantised(int64_t group, int unit, V (&x)[kVectors]) const {
+    if constexpr (Kind == kInt8) {
+      load(group, unit, x);
+      x[0] = x[0] * scale(group);
+    } else {
+      dequantise_nibbles(codes + group * kHalf + unit * V::N, scale(group), low(group), x[0], x[1]);
+    }
   }
   void prefetch(int64_t group) const { __builtin_prefetch(codes + group * kGroup / kVectors + ahead); }
 };
@@ -218,9 +225,9 @@ class Stored {
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup / 2; i += V::N) {
       V below, above;
-      load_nibbles(codes + i, below, above);
-      Lanes<V>::store(target + i, fma(below, factor, lows));
-      Lanes<V>::store(target + kGroup / 2 + i, fma(above, factor, lows));
+      dequantise_nibbles(codes + i, factor, lows, below, above);
+      Lanes<V>::store(target + i, below);
+      Lanes<V>::store(target + kGroup / 2 + i, above);
     }
   }
 

@@ -1,5 +1,6 @@
 // The passes. Each divides a call into tasks and runs them on PyTorch's threads. `code` is the mask program.
 #pragma once
+#include <tuple>
 #include <vector>
 
 #include "machine/work.h"
@@ -27,14 +28,10 @@ Outcome linear_forward(const LinearSpec& spec, const LinearCall& call, Interrupt
 Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const LinearGradients& grads,
                         Interrupt interrupt);
 
-// Memory that a call reads.
-struct Bytes {
-  const char* data;
-  int64_t size;
-};
-
-// Reads memory once with up to `threads` threads, to measure its bandwidth.
-void read_once(const std::vector<Bytes>& blocks, int threads);
+// Reads memory once with up to `threads` threads, to measure its bandwidth. A block is an address and
+// a number of bytes.
+using Block = std::tuple<int64_t, int64_t>;
+void read_once(const std::vector<Block>& blocks, int threads);
 
 // Counts the pairs that the mask allows, in the panels that forward processes.
 Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost);

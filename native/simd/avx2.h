@@ -197,6 +197,14 @@ inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   high.v = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
 }
 
+// Converts nibbles to nibble * scale + offset.
+constexpr bool kLooksUpNibbles = false;
+inline void dequantise_nibbles(const uint8_t* p, Floats scale, Floats offset, Floats& low, Floats& high) {
+  load_nibbles(p, low, high);
+  low = fma(low, scale, offset);
+  high = fma(high, scale, offset);
+}
+
 inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
 inline void from_float(Half* p, float x) { p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 

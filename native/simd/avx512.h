@@ -270,6 +270,16 @@ inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   high.v = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
 }
 
+// Converts the low and the high nibbles of 16 bytes to nibble * scale + offset, by a look-up in a
+// register that holds the 16 results.
+constexpr bool kLooksUpNibbles = true;
+inline void dequantise_nibbles(const uint8_t* p, Floats scale, Floats offset, Floats& low, Floats& high) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const Floats table = fma(Lanes<Floats>::iota(), scale, offset);
+  low.v = _mm512_permutexvar_ps(bytes, table.v);
+  high.v = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.v);
+}
+
 inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
 inline void from_float(Half* p, float x) { p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 

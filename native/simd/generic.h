@@ -261,4 +261,12 @@ inline void load_nibbles(const uint8_t* p, Floats& low, Floats& high) {
   }
 }
 
+// Converts nibbles to nibble * scale + offset.
+constexpr bool kLooksUpNibbles = false;
+inline void dequantise_nibbles(const uint8_t* p, Floats scale, Floats offset, Floats& low, Floats& high) {
+  load_nibbles(p, low, high);
+  low = fma(low, scale, offset);
+  high = fma(high, scale, offset);
+}
+
 }  // namespace
