@@ -20,6 +20,46 @@ inline V score_gradient(V weight, V dp, V delta) {
   return (Dropped ? abs(weight) : weight) * (dp - delta);
 }
 
+// Computes the weights w[n][P] of n keys, times `factor` with pairs. `depth` is the number of elements of
+// a key. Like compute_ds, independent of the dtype, which would multiply the code.
+template <class O, class V>
+void compute_weights(const ScoreOptions<V, true>& options, const V (&shift)[2], const V (&factor)[2],
+                     const Number<O>* keys, int64_t ld, int64_t n, const Number<O>* queries, int64_t depth,
+                     Number<V>* w) {
+  constexpr bool kPairs = O::kTerms == 2;
+  const bool fits = ShiftedExp2<V>::fits(shift[0]) && ShiftedExp2<V>::fits(shift[1]);
+  const ShiftedExp2<V> exp[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
+  const LargeShiftExp2<V> large[2] = {{shift[0]}, {shift[1]}};
+  const V scale = Lanes<V>::set(static_cast<Number<V>>(score_factor(options.spec)));
+  multiply_rows<O>(keys, ld, n, queries, depth, w, [&](int64_t c, auto& tile) {
+    if (kPairs) each_vector(tile, [&](int, int, V& x) { x = x * scale; });
+    options(c, tile);
+    if (fits)
+      each_vector(tile, [&](int, int i, V& x) { x = exp[i](x); });
+    else
+      each_vector(tile, [&](int, int i, V& x) { x = large[i](x); });
+    if (kPairs) each_vector(tile, [&](int, int i, V& x) { x = x * factor[i]; });
+    store_rows(w + c * kPanel<V>, tile);
+  });
+}
+
+// Computes ds[n][P] of n keys from their weights. ds of masked pairs is 0.
+template <class O, bool Dropped, class V>
+void compute_ds(const ScoreOptions<V, true>& options, const V (&delta)[2], const Number<O>* values,
+                int64_t ld, int64_t n, const Number<O>* dout, int64_t depth, const Number<V>* w,
+                Number<V>* ds) {
+  multiply_rows<O>(values, ld, n, dout, depth, ds, [&](int64_t c, auto& tile) {
+    const auto weight = [&](int r, int i) { return Lanes<V>::load(w + (2 * (c + r) + i) * V::N); };
+    each_vector(tile, [&](int r, int i, V& x) { x = score_gradient<V, Dropped>(weight(r, i), x, delta[i]); });
+    if (options.lanes)
+      each_vector(tile,
+                  [&](int r, int i, V& x) { x = keep(Lanes<V>::mask(options.lanes[c + r], i * V::N), x); });
+    if (options.biases)  // a bias of -inf masks a key; only the weight of 0 shows it
+      each_vector(tile, [&](int r, int i, V& x) { x = keep(differs(weight(r, i), Lanes<V>::zero()), x); });
+    store_rows(ds + c * kPanel<V>, tile);
+  });
+}
+
 // Returns 0 in lanes where x is finite, otherwise NaN.
 template <class V>
 inline V zero_if_finite(V x) {
@@ -70,16 +110,17 @@ struct Backward {
   const Spec& spec;
   const Call& call;
   const Gradients& grads;
-  int64_t q_slices, v_slices;                   // slices of P columns
-  Element *q_rows, *dout_rows;                  // [slice][kTilePanels * P][P]
-  Scalar *weights, *ds;                         // [panel][kKeys][P]; with pairs, of one panel
-  Element *weight_rows, *ds_rows;               // the same as operands [panel][kKeys][kRowSize]
-  Element* ds_words;                            // pairs: ds of a panel's span, in words of two keys
-  Scalar *cap_slopes, *factor, *unused_totals;  // softcap derivatives [kKeys][P]; [P]; [P]
-  Scalar *dk_sum, *dv_sum;                      // [key][slice * P]
-  Element *keys, *values;                       // converted rows of K and V, if copied
-  Element* key_words;                           // pairs: K in words of two keys
-  Scalar* table;                                // ds of one panel and block, summed by distance
+  int64_t q_slices, v_slices;            // slices of P columns
+  Element *q_rows, *dout_rows;           // [slice][kTilePanels * P][P]
+  Scalar *weights, *ds;                  // [panel][kKeys][P]; with pairs, of one panel
+  Element *weight_rows, *ds_rows;        // the same as operands [panel][kKeys][kRowSize]
+  Element* ds_words;                     // pairs: ds of a panel's span, in words of two keys
+  Scalar *cap_slopes, *biases, *factor;  // softcap derivatives [kKeys][P]; [kKeys][P]; [P]
+  uint32_t* lanes;                       // of each key of a block
+  Scalar *dk_sum, *dv_sum;               // [key][slice * P]
+  Element *keys, *values;                // converted rows of K and V, if copied
+  Element* key_words;                    // pairs: K in words of two keys
+  Scalar* table;                         // ds of one panel and block, summed by distance
   State states[kTilePanels];
   bool want_ds, want_k, want_v;
   enum { kUnknown, kYes, kNo } finite_rows = kUnknown;
@@ -133,7 +174,8 @@ struct Backward {
     }
     cap_slopes = a.take<Scalar>(spec.softcap > 0 ? kBlockSize : 0);
     factor = a.take<Scalar>(P);
-    unused_totals = a.take<Scalar>(P);
+    biases = a.take<Scalar>(has_bias_block(spec) ? kBlockSize : 0);
+    lanes = a.take<uint32_t>(kKeys);
     table = a.take<Scalar>(spec.bias == kRelative ? kKeys + P : 0);
     return a;
   }
@@ -323,15 +365,18 @@ struct Backward {
     const TileCoords at{
         chunk.batch,    p.head, p.row, chunk.row_step, offset() + p.row, chunk.key + from * chunk.key_step,
         chunk.key_step, p.rows};
-    const Element *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
-    if (partial || spec.softcap > 0 || spec.bias != kNoBias || !compute_weights_fused(s, keys_at, n, w))
-      compute_weights(s, at, spans, partial, keys_at, from, to, w);
+    ScoreOptions<V, true> options =
+        load_options<V, S, true>(spec, call, at, spans, partial, from, to, biases, lanes);
+    options.cap_slopes = cap_slopes;
+    const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
+    const V norm[2] = {Lanes<V>::load(s.weight_factor), Lanes<V>::load(s.weight_factor + V::N)};
+    compute_weights<O>(options, shift, norm, k + first_key * ldk, ldk, n, s.queries, elements(spec.D), w);
     if (spec.drop_below)
       drop<V, Negated>(s.low, s.high, call.origin.key + at.key, at.key_step, spec.drop_below, n, w);
     if (want_ds) {
-      spec.drop_below ? compute_ds<true>(s, values_at, n, w, g) : compute_ds<false>(s, values_at, n, w, g);
-      if (partial) mask_keys<V>(spans, from, to, kAllLanes, 0, g);
-      if (bias_may_mask()) zero_masked(w, n, g);
+      const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
+      const auto compute = spec.drop_below ? compute_ds<O, true, V> : compute_ds<O, false, V>;
+      compute(options, delta, v + first_key * ldv, ldv, n, s.dout, elements(spec.Dv), w, g);
       add_bias_gradients(at, n, g);
       if (spec.softcap > 0)
         for (int64_t i = 0; i < n * P; i += V::N) {
@@ -362,68 +407,9 @@ struct Backward {
     }
   }
 
-  // Computes scores and weights in one pass. Returns false if a shift is too large for it.
-  bool compute_weights_fused(const State& s, const Element* rows, int64_t n, Scalar* w) {
-    const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    if (!ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
-    const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
-    const V factor = Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs
-    const V norm[2] = {Lanes<V>::load(s.weight_factor), Lanes<V>::load(s.weight_factor + V::N)};
-    multiply_rows<O>(rows, ldk, n, s.queries, elements(spec.D), w, [&](int64_t c, auto& tile) {
-      each_vector(tile, [&](int, int i, V& x) { x = kPairs ? power[i](x * factor) * norm[i] : power[i](x); });
-      store_rows(w + c * P, tile);
-    });
-    return true;
-  }
-
-  void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
-                       const Element* rows, int64_t from, int64_t to, Scalar* w) {
-    const V factor = Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs
-    const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    const int64_t n = to - from;
-    multiply_rows<O>(rows, ldk, n, s.queries, elements(spec.D), w, [&](int64_t c, auto& tile) {
-      if (kPairs) each_vector(tile, [&](int, int, V& x) { x = x * factor; });
-      store_rows(w + c * P, tile);
-    });
-    if (spec.softcap > 0) cap(w, n);
-    add_bias<V, S>(spec, call, at, n, w);
-    if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
-    exponentiate<V>(w, n, shift, unused_totals);
-    for (int64_t i = 0; kPairs && i < n * P; i += V::N)
-      Lanes<V>::store(w + i, Lanes<V>::load(w + i) * Lanes<V>::load(s.weight_factor + i % P));
-  }
-
-  template <bool Dropped>
-  void compute_ds(const State& s, const Element* rows, int64_t n, const Scalar* w, Scalar* g) {
-    const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
-    multiply_rows<O>(rows, ldv, n, s.dout, elements(spec.Dv), g, [&](int64_t c, auto& tile) {
-      each_vector(tile, [&](int r, int i, V& x) {
-        const V weight = Lanes<V>::load(w + (2 * (c + r) + i) * V::N);
-        x = score_gradient<V, Dropped>(weight, x, delta[i]);
-      });
-      store_rows(g + c * P, tile);
-    });
-  }
-
   // Returns whether keys inside spans may be masked by a bias of -inf. Only their weight of 0 shows
   // that they are masked.
-  bool bias_may_mask() const { return spec.bias == kTensorBias || spec.bias == kRelative; }
-
-  static void zero_masked(const Scalar* w, int64_t n, Scalar* g) {
-    for (int64_t i = 0; i < n * P; i += V::N)
-      Lanes<V>::store(g + i, keep(differs(Lanes<V>::load(w + i), Lanes<V>::zero()), Lanes<V>::load(g + i)));
-  }
-
-  // Applies the softcap and stores its derivative 1 - tanh^2.
-  void cap(Scalar* scores, int64_t n) {
-    const Scalar cap = static_cast<Scalar>(spec.softcap * kLog2E);
-    soft_cap<V>(scores, n * kPanel<V>, cap);
-    const V inverse_cap = Lanes<V>::set(1 / cap), one = Lanes<V>::set(1);
-    for (int64_t i = 0; i < n * P; i += V::N) {
-      const V t = Lanes<V>::load(scores + i) * inverse_cap;
-      Lanes<V>::store(cap_slopes + i, one - t * t);
-    }
-  }
+  bool bias_may_mask() const { return has_bias_block(spec); }
 
   // Bias gradients
 
@@ -508,12 +494,12 @@ struct Backward {
       // The first and the last word may hold a key outside of the spans.
       if (masked_keys_are_finite(spans, from, to) && all_finite<O>(rows, spec.D) &&
           all_finite<O>(rows + (words - 1) * spec.D, spec.D))
-        return add_values<O>(rows, spec.D, words, ds_words, spec.D, s.dq);
+        return add_values<O>(rows, spec.D, (from - begin) / 2, words, ds_words, spec.D, s.dq);
       return add_query_gradients_by_pair(p, s, from - odd, to, rows);
     } else {
       const Element* rows = k + (from - chunk.begin) * ldk;
       if (masked_keys_are_finite(spans, from, to))
-        return add_values<O>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+        return add_values<O>(rows, ldk, from - begin, to - from, g + (from - begin) * P, spec.D, s.dq);
       visit_pairs(p, from, to, [&](int64_t key, int t) {
         const Scalar x = g[(key - begin) * P + t];
         for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)

@@ -513,7 +513,7 @@ struct Decode {
   void add_panels(const FloatTile<V, Scalar>& v, int64_t n, const Scalar* weights) {
     visit_panels([&](int64_t i, int count) {
       pack<V>(weights + i * P * ld_scores, ld_scores, 1, count, n, Scaled<V>{1}, panel_scores);
-      ::add_values<V>(v.data, v.ld, n, panel_scores, spec.Dv, out_panels + i * P * spec.Dv);
+      ::add_values<V>(v.data, v.ld, 0, n, panel_scores, spec.Dv, out_panels + i * P * spec.Dv);
     });
   }
 

@@ -1,9 +1,10 @@
 // Forward attention with an online softmax, for the panels of one task. Loop order: key blocks of
 // 192 keys outside, panels inside, so that each block is read and converted once for all panels. In
-// a block, each panel computes scores [key][P] in register tiles of 6 keys x P rows, applies
-// softcap, bias and mask, updates its softmax and adds V^T weights to out[Dv][P]. With pairs, the
-// weights are rounded to words of two keys, and V is copied to such words; a lane's output is divided
-// by the sum of the rounded weights.
+// a block, each panel computes scores [key][P] in register tiles of 6 keys x P rows, to which softcap,
+// bias and mask are applied before they leave the registers. Then it updates its softmax, turns the
+// scores into weights and adds V^T weights to out[Dv][P]. With pairs, the weights are rounded to words
+// of two keys, and V is copied to such words; a lane's output is divided by the sum of the rounded
+// weights.
 #pragma once
 #include "kernels/arena.inl.h"
 #include "kernels/exact.inl.h"
@@ -50,8 +51,9 @@ struct Forward {
   const Call& call;
   Arena arena;
   State* states;
-  Scalar *scores, *factor;
+  Scalar *scores, *biases, *factor;
   Element *keys, *values, *weights;
+  uint32_t* lanes;  // of each key of a view
   double* row_sum;
   Strides k, v;   // strides of K and V in the task's numbering of keys
   int64_t depth;  // elements of a query or key
@@ -74,6 +76,8 @@ struct Forward {
     }
     scores = arena.take<Scalar>(kKeyBlock * P);
     weights = arena.take<Element>(kPairs ? elements(kKeyBlock) * P : 0);
+    biases = arena.take<Scalar>(has_bias_block(spec) ? kKeyBlock * P : 0);
+    lanes = arena.take<uint32_t>(kKeyBlock);
     factor = arena.take<Scalar>(P);
     row_sum = arena.take<double>(spec.Dv);
     keys = arena.take<Element>(task.copy_k ? kKeyBlock * depth : 0);
@@ -87,7 +91,7 @@ struct Forward {
     const int64_t line = 64, word = sizeof(Scalar);
     const int64_t panel =
         round_up(s.D * P * word, line) + round_up(s.Dv * P * word, line) + 5 * round_up(P * 8, line);
-    const int64_t block = kKeyBlock * (2 * P + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
+    const int64_t block = kKeyBlock * (3 * P + 1 + (copy_k ? s.D : 0) + (copy_v ? s.Dv : 0)) * word;
     return panels * (panel + round_up(sizeof(State), line)) + block + s.Dv * 8 + 16 * line;
   }
 
@@ -118,15 +122,12 @@ struct Forward {
     s.first_total = s.total[0];
   }
 
-  // Applies softcap, bias and mask, in this order, to the scores of keys [begin, begin + n).
-  void apply_cap_bias_mask(const Panel& p, const Span* spans, bool partial, int64_t begin, int64_t n) {
+  ScoreOptions<V> load_options(const Panel& p, const SpanView& view) {
     const TileCoords at{
-        task.batch,    p.head, p.row, task.row_step, offset() + p.row, task.key + begin * task.key_step,
+        task.batch,    p.head, p.row, task.row_step, offset() + p.row, task.key + view.begin * task.key_step,
         task.key_step, p.rows};
-    if (spec.softcap > 0) soft_cap<V>(scores, n * P, static_cast<Scalar>(spec.softcap * kLog2E));
-    add_bias<V, S>(spec, call, at, n, scores);
-    if (partial)
-      mask_keys<V>(spans, begin, begin + n, all_lanes(p), -static_cast<Scalar>(__builtin_inf()), scores);
+    return ::load_options<V, S>(spec, call, at, view.spans, view.partial, view.begin, view.end, biases,
+                                lanes);
   }
 
   // Raises the lanes' shift to the tile's maximum and rescales sums and outputs by powers of two.
@@ -155,23 +156,8 @@ struct Forward {
 
   // Computes the scores of the view's keys and each lane's maximum.
   void score(const Panel& p, const State& s, const SpanView& view, V (&lane_max)[2]) {
-    const V factor =
-        Lanes<V>::set(static_cast<Scalar>(score_factor(spec)));  // of pairs; other queries are scaled
-    const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
-    const int64_t n = view.end - view.begin;
-    V tile_max[2] = {minus_inf, minus_inf};
-    multiply_rows<O>(view.keys, view.ldk, n, s.queries, depth, scores, [&](int64_t c, auto& tile) {
-      if (kPairs) each_vector(tile, [&](int, int, V& x) { x = x * factor; });
-      store_rows(scores + c * P, tile);
-      each_vector(tile, [&](int, int i, V score) { tile_max[i] = max(score, tile_max[i]); });
-    });
-    lane_max[0] = tile_max[0];
-    lane_max[1] = tile_max[1];
-    if (view.partial || spec.softcap > 0 || spec.bias != kNoBias) {
-      apply_cap_bias_mask(p, view.spans, view.partial, view.begin, n);
-      lane_max[0] = lane_max[1] = minus_inf;
-      max_over_keys<V>(scores, n, lane_max);
-    }
+    score_keys<O>(load_options(p, view), view.keys, view.ldk, view.end - view.begin, s.queries, depth, scores,
+                  lane_max);
   }
 
   void attend(const Panel& p, State& s, const SpanView& view) {
@@ -183,11 +169,11 @@ struct Forward {
     if constexpr (kPairs) {
       weigh_pairs(s, view, shift);
       const int64_t words = elements((view.begin & 1) + n);
-      add_values<O>(view.values, view.ldv, words, weights, spec.Dv, s.out);
+      add_values<O>(view.values, view.ldv, view.begin / 2, words, weights, spec.Dv, s.out);
     } else {
-      exponentiate<V>(scores, n, shift, s.total);
+      exponentiate<V>(scores, view.begin, n, shift, s.total);
       if (spec.drop_below) drop_block(s, view.begin, n);
-      add_values<V>(view.values, view.ldv, n, scores, spec.Dv, s.out);
+      add_values<V>(view.values, view.ldv, view.begin, n, scores, spec.Dv, s.out);
     }
   }
 
@@ -210,7 +196,7 @@ struct Forward {
       });
     Scalar unused[P] = {};
     const SameWeight<V> same[2] = {};
-    exponentiate<V>(scores, n, shift, s.total);
+    exponentiate<V>(scores, view.begin, n, shift, s.total);
     exponentiate_pairs_with(scores, odd, n, same, weights, unused, s.rounded_total);
     drop_block(s, view.begin, n);
     exponentiate_pairs_with(scores, odd, n, same, weights, unused, unused);

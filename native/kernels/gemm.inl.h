@@ -122,17 +122,23 @@ void multiply_rows(const Number<O>* rows, int64_t ld, int64_t n, const Number<O>
   } while (k < depth);
 }
 
-// out[Dv][P] += values[n][Dv]^T * weights[n][P]
+// Sums over keys end at multiples of so many elements.
 template <class O>
-void add_values(const Number<O>* values, int64_t ld, int64_t n, const Number<O>* weights, int64_t Dv,
-                Number<Sum<O>>* out) {
-  constexpr int64_t chain = kDepth<O> < 96 ? kDepth<O> : 96;
-  for (int64_t k = 0; k < n; k += chain)
+constexpr int64_t kKeyDepth = kDepth<O> < 96 ? kDepth<O> : 96;
+
+// out[Dv][P] += values[n][Dv]^T * weights[n][P]. The first element is element `begin` of the task's
+// keys.
+template <class O>
+void add_values(const Number<O>* values, int64_t ld, int64_t begin, int64_t n, const Number<O>* weights,
+                int64_t Dv, Number<Sum<O>>* out) {
+  for (int64_t k = 0, depth; k < n; k += depth) {
+    depth = kKeyDepth<O> - (begin + k) % kKeyDepth<O>;
+    depth = depth < n - k ? depth : n - k;
     visit_tiles<kTileRows<O>>(Dv, [&](auto rows, int64_t d) {
-      const int64_t depth = n - k < chain ? n - k : chain;
       add_tile<O, rows.value, false>(values + k * ld + d, ld, weights + k * 2 * O::N, depth,
                                      out + d * 2 * O::N);
     });
+  }
 }
 
 // C[r][0:P] += A[panel][r][lane] * B[panel][lane][0:P], summed over all lanes of the panels in the

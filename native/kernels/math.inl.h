@@ -62,15 +62,20 @@ struct ShiftedExp2 {
   }
 };
 
-// tanh(x) of y = 2 * log2(e) * x, computed as e / (e + 2) with e = 2^y - 1.
-template <class V>
-inline V tanh_of(V y) {
-  const V low = Lanes<V>::set(-Exp2<V>::kSaturated), zero = Lanes<V>::zero(), one = Lanes<V>::set(1);
-  y = zero - max(low, zero - max(low, y));
+// Replaces each y = 2 * log2(e) * x by tanh(x), computed as e / (e + 2) with e = 2^y - 1. The steps of
+// K vectors alternate, because one chain is too long for the processor to overlap it with others.
+template <class V, int K>
+inline void tanh_of(V (&y)[K]) {
+  const V limit = Lanes<V>::set(Exp2<V>::kSaturated), one = Lanes<V>::set(1);
   const V round = Lanes<V>::set(Exp2<V>::kRound);
-  const V t = y + round, f = y - (t - round), power = power_from_bits(t);
-  const V e = fma(horner(Exp2<V>::q_expm1, f) * f, power, power - one);
-  return e / (e + Lanes<V>::set(2));
+  V power[K], q[K];
+  UNROLLED (k, K) y[k] = min(limit, max(Lanes<V>::zero() - limit, y[k]));
+  UNROLLED (k, K) power[k] = y[k] + round;
+  UNROLLED (k, K) y[k] = y[k] - (power[k] - round);
+  UNROLLED (k, K) q[k] = horner(Exp2<V>::q_expm1, y[k]);
+  UNROLLED (k, K) power[k] = power_from_bits(power[k]);
+  UNROLLED (k, K) q[k] = fma(q[k] * y[k], power[k], power[k] - one);
+  UNROLLED (k, K) y[k] = q[k] / (q[k] + Lanes<V>::set(2));
 }
 
 template <class V>

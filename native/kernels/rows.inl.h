@@ -13,6 +13,16 @@ struct RowCoords {
   int64_t key, key_step;
 };
 
+template <class V>
+void soft_cap(Number<V>* scores, int64_t count, Number<V> cap) {
+  const V factor = Lanes<V>::set(cap);
+  for (int64_t i = 0; i < count; i += V::N) {
+    V x[] = {Lanes<V>::load(scores + i)};
+    tanh_of(x);
+    Lanes<V>::store(scores + i, x[0] * factor);
+  }
+}
+
 template <class V, class S>
 void add_tensor_bias(const S* bias, const Strides& s, const RowCoords& at, int64_t n, Number<V>* scores) {
   using Scalar = Number<V>;
@@ -48,6 +58,20 @@ void add_relative(const Number<V>* table, int64_t low, int64_t count, const RowC
     for (int i = 0; i < V::N; ++i) lane[i] = table[clamp_index(first - i * at.key_step, count)];
     Lanes<V>::store(scores + c, put(Lanes<V>::load(scores + c), Lanes<V>::load(lane)));
   }
+}
+
+template <class V, class S>
+void add_bias(const Spec& spec, const Call& call, const RowCoords& at, int64_t n, Number<V>* scores) {
+  using Scalar = Number<V>;
+  const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
+  if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
+  if (spec.bias == kRelative)
+    add_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
+  if (spec.bias != kTensorBias) return;
+  if (spec.bias_dtype == kFloat32)
+    add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
+  else
+    add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
 }
 
 // Returns the index of the first span that ends after `key`.

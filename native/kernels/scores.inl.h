@@ -1,6 +1,6 @@
-// Transforms a tile of scores between the two matrix products: softcap, bias, mask, softmax
-// weights, dropout. Tiles are [key][P] with query rows in the lanes. Loop order: keys outside, the
-// panel's two vectors inside. Scores are in base 2 (multiplied by log2(e)).
+// Transforms the scores of a panel between the two matrix products: softcap, bias, mask, softmax
+// weights, dropout. A tile of scores, tile[R][2], is R keys with query rows in the lanes, and is
+// transformed while it is in registers. Scores are in base 2 (multiplied by log2(e)).
 #pragma once
 #include "kernels/gemm.inl.h"
 #include "kernels/math.inl.h"
@@ -15,8 +15,8 @@ inline double score_factor(const Spec& spec) {
   return spec.softcap > 0 ? 2 * kLog2E * spec.scale / spec.softcap : kLog2E * spec.scale;
 }
 
-// Coordinates of a tile. Lane t is query row `row + t * row_step` with position `position + t *
-// row_step`; the tile's key c is key `key + c * key_step`.
+// Coordinates of the keys that a panel processes at a time. Lane t is query row `row + t *
+// row_step` with position `position + t * row_step`; key c is key `key + c * key_step` of the call.
 struct TileCoords {
   int64_t batch, head;
   int64_t row, row_step, position;
@@ -45,106 +45,159 @@ inline void visit_spans(const Panel& p, int64_t& cur, int64_t begin, int64_t end
 
 inline int64_t clamp_index(int64_t i, int64_t count) { return i < 0 ? 0 : i < count ? i : count - 1; }
 
-template <class V>
-void soft_cap(Number<V>* scores, int64_t count, Number<V> cap) {
-  const V factor = Lanes<V>::set(cap);
-  for (int64_t i = 0; i < count; i += V::N)
-    Lanes<V>::store(scores + i, tanh_of(Lanes<V>::load(scores + i)) * factor);
+// Prefetches rows one after the other. Memory serves them faster in this order than in the order in
+// which pack reads them, one line of each row.
+template <class S>
+void prefetch_rows(const S* first, int64_t row_stride, int rows, int64_t cols) {
+  constexpr int64_t line = 64 / sizeof(S);
+  for (int r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; c += line) __builtin_prefetch(first + r * row_stride + c);
 }
 
+// biases[key][lane] of a tensor. Lanes without a row get 0.
 template <class V, class S>
-void add_tensor_bias(const S* bias, const Strides& s, const TileCoords& at, int64_t n, Number<V>* scores) {
+void load_tensor_bias(const S* bias, const Strides& s, const TileCoords& at, int64_t n, Number<V>* biases) {
   const S* first = bias + at.batch * s.b + at.head * s.h + at.row * s.l + at.key * s.d;
-  const Biased<V> put{static_cast<Number<V>>(kLog2E)};
-  if (s.l == 0)
-    pack_broadcast<V>(first, s.d * at.key_step, n, put, scores);
-  else
-    pack<V>(first, s.l * at.row_step, s.d * at.key_step, at.rows, n, put, scores);
+  const int64_t row_stride = s.l * at.row_step, key_stride = s.d * at.key_step;
+  const Scaled<V> unscaled{1};
+  for (int64_t i = 0; i < n * kPanel<V> && at.rows < kPanel<V>; ++i) biases[i] = 0;
+  if (row_stride == 0) return pack_broadcast<V>(first, key_stride, n, unscaled, biases);
+  if (key_stride == 1) prefetch_rows(first, row_stride, at.rows, n);
+  pack<V>(first, row_stride, key_stride, at.rows, n, unscaled, biases);
 }
 
-// Adds -slope * |position - key|.
+// biases[key][lane] = table[position - key]. The table's `count` columns begin at distance `low`.
+// Distances beyond its ends use the first or last column.
 template <class V>
-void add_alibi(Number<V> slope, const TileCoords& at, int64_t n, Number<V>* scores) {
-  using Scalar = Number<V>;
-  const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
-  const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step));
-  const V lowest = Lanes<V>::set(Biased<V>::kLowest);
-  for (int64_t c = 0; c < n; ++c)
-    for (int r = 0; r < kPanel<V>; r += V::N) {
-      const int64_t base = at.position + r * at.row_step - (at.key + c * at.key_step);
-      const V distance = abs(fma(Lanes<V>::iota(), step, Lanes<V>::set(static_cast<Scalar>(base))));
-      Scalar* s = scores + c * kPanel<V> + r;
-      Lanes<V>::store(s, max(lowest, fma_once(distance, factor, Lanes<V>::load(s))));
-    }
-}
-
-// Adds table[position - key]. The table's `count` columns begin at distance `low`. Distances beyond
-// its ends use the first or last column.
-template <class V>
-void add_relative(const Number<V>* table, int64_t low, int64_t count, const TileCoords& at, int64_t n,
-                  Number<V>* scores) {
-  const Biased<V> put{static_cast<Number<V>>(kLog2E)};
-  for (int64_t c = 0; c < n; ++c) {
-    Number<V>* s = scores + c * kPanel<V>;
+void load_relative(const Number<V>* table, int64_t low, int64_t count, const TileCoords& at, int64_t n,
+                   Number<V>* biases) {
+  constexpr int P = kPanel<V>;
+  for (int64_t c = 0; c < n; ++c, biases += P) {
     const int64_t first = at.position - (at.key + c * at.key_step) - low,
-                  last = first + (kPanel<V> - 1) * at.row_step;
-    const bool inside = at.row_step == 1 && first >= 0 && last < count, outside = last < 0 || first >= count;
-    for (int r = 0; r < kPanel<V> && (inside || outside); r += V::N) {
-      const V bias =
-          inside ? Lanes<V>::load(table + first + r) : Lanes<V>::set(table[last < 0 ? 0 : count - 1]);
-      Lanes<V>::store(s + r, put(Lanes<V>::load(s + r), bias));
-    }
-    for (int t = 0; t < at.rows && !inside && !outside; ++t)
-      s[t] = put(s[t], table[clamp_index(first + t * at.row_step, count)]);
+                  last = first + (P - 1) * at.row_step;
+    if (at.row_step == 1 && first >= 0 && last < count)
+      for (int r = 0; r < P; r += V::N) Lanes<V>::store(biases + r, Lanes<V>::load(table + first + r));
+    else
+      for (int t = 0; t < P; ++t) biases[t] = table[clamp_index(first + t * at.row_step, count)];
   }
 }
 
-// Adds the call's bias at TileCoords, or at the RowCoords of rows.inl.h.
-template <class V, class S, class Coords>
-void add_bias(const Spec& spec, const Call& call, const Coords& at, int64_t n, Number<V>* scores) {
+// Lists the lanes that may attend to each key of [begin, end). `spans` is the span that contains
+// `begin`.
+inline void list_lanes(const Span* spans, int64_t begin, int64_t end, uint32_t* lanes) {
+  for (int64_t key = begin; key < end; ++spans)
+    for (const int64_t stop = spans->end < end ? spans->end : end; key < stop; ++key)
+      lanes[key - begin] = spans->lanes;
+}
+
+// Turns tiles of products of queries and keys into scores: softcap, bias, mask. Backward also stores
+// the softcap's derivatives.
+template <class V, bool Slopes = false>
+struct ScoreOptions {
   using Scalar = Number<V>;
-  const Scalar* by_head = static_cast<const Scalar*>(call.by_head);
-  if (spec.bias == kAlibi) add_alibi<V>(by_head[at.head], at, n, scores);
-  if (spec.bias == kRelative)
-    add_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, n, scores);
-  if (spec.bias != kTensorBias) return;
-  if (spec.bias_dtype == kFloat32)
-    add_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, n, scores);
-  else
-    add_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, n, scores);
-}
+  static constexpr int P = kPanel<V>;
+  const Spec& spec;
+  TileCoords at;
+  Scalar slope = 0;                 // of ALiBi
+  const Scalar* biases = nullptr;   // [key][P]; or null
+  const uint32_t* lanes = nullptr;  // of each key; or null if all lanes may attend to all keys
+  Scalar* cap_slopes = nullptr;     // [key][P]
 
-// Sets the elements of keys [begin, end) to `fill` in the lanes that may not attend to them.
-// `spans` is the span that contains `begin`.
-template <class V>
-void mask_keys(const Span* spans, int64_t begin, int64_t end, uint32_t all, Number<V> fill,
-               Number<V>* scores) {
-  const V masked = Lanes<V>::set(fill);
-  for (int64_t key = begin; key < end; ++spans) {
-    const int64_t stop = spans->end < end ? spans->end : end;
-    if (spans->lanes != all)
-      for (int r = 0; r < kPanel<V>; r += V::N) {
-        const auto allowed = Lanes<V>::mask(spans->lanes, r);
-        for (int64_t j = key; j < stop; ++j) {
-          Number<V>* s = scores + (j - begin) * kPanel<V> + r;
-          Lanes<V>::store(s, select(allowed, Lanes<V>::load(s), masked));
-        }
-      }
-    key = stop;
+  // Transforms the scores of keys [c, c + R).
+  template <int R>
+  REGARD_INLINE void operator()(int64_t c, V (&tile)[R][2]) const {
+    if (spec.softcap > 0) cap(c, tile);
+    if (spec.bias == kAlibi) add_alibi(c, tile);
+    if (biases) {
+      const Biased<V> put{static_cast<Scalar>(kLog2E)};
+      each_vector(tile,
+                  [&](int r, int i, V& x) { x = put(x, Lanes<V>::load(biases + vector_at(c + r, i))); });
+    }
+    if (lanes) {
+      const V minus_inf = Lanes<V>::set(static_cast<Scalar>(-__builtin_inf()));
+      each_vector(tile, [&](int r, int i, V& x) {
+        x = select(Lanes<V>::mask(lanes[c + r], i * V::N), x, minus_inf);
+      });
+    }
   }
+
+  static int64_t vector_at(int64_t c, int i) { return (2 * c + i) * V::N; }
+
+  template <int R>
+  REGARD_INLINE void cap(int64_t c, V (&tile)[R][2]) const {
+    const V factor = Lanes<V>::set(static_cast<Scalar>(spec.softcap * kLog2E)), one = Lanes<V>::set(1);
+    UNROLLED (r, R) tanh_of(tile[r]);
+    each_vector(tile, [&](int r, int i, V& x) {
+      if (Slopes) Lanes<V>::store(cap_slopes + vector_at(c + r, i), one - x * x);
+      x = x * factor;
+    });
+  }
+
+  // Adds -slope * |position - key|.
+  template <int R>
+  REGARD_INLINE void add_alibi(int64_t c, V (&tile)[R][2]) const {
+    const V factor = Lanes<V>::set(static_cast<Scalar>(-slope * kLog2E));
+    const V step = Lanes<V>::set(static_cast<Scalar>(at.row_step)),
+            lowest = Lanes<V>::set(Biased<V>::kLowest);
+    each_vector(tile, [&](int r, int i, V& x) {
+      const int64_t base = at.position + i * V::N * at.row_step - (at.key + (c + r) * at.key_step);
+      const V distance = abs(fma(Lanes<V>::iota(), step, Lanes<V>::set(static_cast<Scalar>(base))));
+      x = max(lowest, fma_once(distance, factor, x));
+    });
+  }
+};
+
+// Returns whether load_options writes biases.
+inline bool has_bias_block(const Spec& spec) { return spec.bias == kTensorBias || spec.bias == kRelative; }
+
+// Loads what the options need for keys [begin, end) of a panel, whose spans begin with `spans`.
+// Writes to biases[n][P] and lanes[n].
+template <class V, class S, bool Slopes = false>
+ScoreOptions<V, Slopes> load_options(const Spec& spec, const Call& call, const TileCoords& at,
+                                     const Span* spans, bool partial, int64_t begin, int64_t end,
+                                     Number<V>* biases, uint32_t* lanes) {
+  const Number<V>* by_head = static_cast<const Number<V>*>(call.by_head);
+  ScoreOptions<V, Slopes> options{spec, at};
+  if (spec.bias == kAlibi) options.slope = by_head[at.head];
+  if (spec.bias == kRelative)
+    load_relative<V>(by_head + at.head * call.distances, call.distance_low, call.distances, at, end - begin,
+                     biases);
+  if (spec.bias == kTensorBias) {
+    if (spec.bias_dtype == kFloat32)
+      load_tensor_bias<V>(static_cast<const float*>(call.bias), spec.bias_stride, at, end - begin, biases);
+    else
+      load_tensor_bias<V>(static_cast<const S*>(call.bias), spec.bias_stride, at, end - begin, biases);
+  }
+  if (has_bias_block(spec)) options.biases = biases;
+  if (!partial) return options;
+  list_lanes(spans, begin, end, lanes);
+  options.lanes = lanes;
+  return options;
 }
 
-// Raises `lane_max` to each lane's largest score.
-template <class V>
-void max_over_keys(const Number<V>* scores, int64_t n, V (&lane_max)[2]) {
-  for (int64_t c = 0; c < n; ++c)
-    for (int i = 0; i < 2; ++i) lane_max[i] = max(Lanes<V>::load(scores + (2 * c + i) * V::N), lane_max[i]);
+// Computes scores[n][P] of n keys and each lane's largest score. `depth` is the number of elements of a
+// key. Independent of the dtype, which would multiply the code.
+template <class O, class V>
+void score_keys(const ScoreOptions<V>& options, const Number<O>* keys, int64_t ld, int64_t n,
+                const Number<O>* queries, int64_t depth, Number<V>* scores, V (&lane_max)[2]) {
+  const V factor = Lanes<V>::set(static_cast<Number<V>>(score_factor(options.spec)));  // of pairs
+  V largest[2];
+  largest[0] = largest[1] = Lanes<V>::set(static_cast<Number<V>>(-__builtin_inf()));
+  multiply_rows<O>(keys, ld, n, queries, depth, scores, [&](int64_t c, auto& tile) {
+    if (O::kTerms == 2) each_vector(tile, [&](int, int, V& x) { x = x * factor; });
+    options(c, tile);
+    each_vector(tile, [&](int, int i, V x) { largest[i] = max(x, largest[i]); });
+    store_rows(scores + c * kPanel<V>, tile);
+  });
+  lane_max[0] = largest[0];
+  lane_max[1] = largest[1];
 }
 
-// Replaces scores by exp(scores) and adds each lane's sum to its total. Two alternating sums halve
-// the dependency chain.
+// Replaces scores by exp(scores) and adds each lane's sum to its total. Even and odd keys have sums
+// of their own, which halves the dependency chain. The first key is key `begin` of the task.
 template <class V, class Exp>
-inline void exponentiate_with(Number<V>* scores, int64_t n, const Exp (&exp)[2], Number<V>* total) {
+inline void exponentiate_with(Number<V>* scores, int64_t begin, int64_t n, const Exp (&exp)[2],
+                              Number<V>* total) {
   V sum[2][2];
   for (int i = 0; i < 2; ++i) sum[0][i] = sum[1][i] = Lanes<V>::zero();
   const auto step = [&](int64_t c, V(&partial)[2]) {
@@ -155,11 +208,13 @@ inline void exponentiate_with(Number<V>* scores, int64_t n, const Exp (&exp)[2],
       partial[i] = partial[i] + weight;
     }
   };
-  for (int64_t c = 0; c + 1 < n; c += 2) {
+  int64_t c = 0;
+  if (begin & 1) step(c++, sum[1]);
+  for (; c + 1 < n; c += 2) {
     step(c, sum[0]);
     step(c + 1, sum[1]);
   }
-  if (n & 1) step(n - 1, sum[0]);
+  if (c < n) step(c, sum[0]);
   for (int i = 0; i < 2; ++i)
     Lanes<V>::store(total + i * V::N, Lanes<V>::load(total + i * V::N) + (sum[0][i] + sum[1][i]));
 }
@@ -213,8 +268,8 @@ inline void with_power(const V (&shift)[2], Use use) {
 
 // Replaces scores by 2^(scores - shift) and adds each lane's sum to its total.
 template <class V>
-void exponentiate(Number<V>* scores, int64_t n, const V (&shift)[2], Number<V>* total) {
-  with_power<V>(shift, [&](const auto& power) { exponentiate_with<V>(scores, n, power, total); });
+void exponentiate(Number<V>* scores, int64_t begin, int64_t n, const V (&shift)[2], Number<V>* total) {
+  with_power<V>(shift, [&](const auto& power) { exponentiate_with<V>(scores, begin, n, power, total); });
 }
 
 #ifdef REGARD_PAIRS

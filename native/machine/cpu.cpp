@@ -15,7 +15,9 @@ struct Entry {
 };
 
 const char* none() { return nullptr; }
+#ifdef REGARD_HAVE_WIDE
 const char* tests_only() { return "only tests use it"; }
+#endif
 
 bool always() { return true; }
 

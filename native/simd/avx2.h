@@ -45,7 +45,7 @@ struct DoubleMask {
 };
 
 // Defines the operations of vector type V with mask type M; `suffix` (ps, pd) is the suffix of the
-// intrinsics. max(a, b) is b if either is NaN. keep(m, a) is a where m is set, else 0.
+// intrinsics. max(a, b) and min(a, b) are b if either is NaN. keep(m, a) is a where m is set, else 0.
 #define REGARD_VECTOR(V, M, suffix)                                                        \
   inline V operator+(V a, V b) { return {_mm256_add_##suffix(a.v, b.v)}; }                 \
   inline V operator-(V a, V b) { return {_mm256_sub_##suffix(a.v, b.v)}; }                 \
@@ -54,6 +54,7 @@ struct DoubleMask {
   inline V fma(V a, V b, V c) { return {_mm256_fmadd_##suffix(a.v, b.v, c.v)}; }           \
   inline V fma_once(V a, V b, V c) { return fma(a, b, c); }                                \
   inline V max(V a, V b) { return {_mm256_max_##suffix(a.v, b.v)}; }                       \
+  inline V min(V a, V b) { return {_mm256_min_##suffix(a.v, b.v)}; }                       \
   inline V ceil(V a) { return {_mm256_ceil_##suffix(a.v)}; }                               \
   inline V abs(V a) { return {_mm256_andnot_##suffix(_mm256_set1_##suffix(-0.0f), a.v)}; } \
   inline M less(V a, V b) { return {_mm256_cmp_##suffix(a.v, b.v, _CMP_LT_OQ)}; }          \

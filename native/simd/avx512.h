@@ -46,7 +46,7 @@ struct DoubleMask {
 };
 
 // Defines the operations of vector type V with mask type M; `suffix` (ps, pd) is the suffix of the
-// intrinsics. max(a, b) is b if either is NaN. keep(m, a) is a where m is set, else 0.
+// intrinsics. max(a, b) and min(a, b) are b if either is NaN. keep(m, a) is a where m is set, else 0.
 #define REGARD_VECTOR(V, M, suffix)                                                           \
   inline V operator+(V a, V b) { return {_mm512_add_##suffix(a.v, b.v)}; }                    \
   inline V operator-(V a, V b) { return {_mm512_sub_##suffix(a.v, b.v)}; }                    \
@@ -55,6 +55,7 @@ struct DoubleMask {
   inline V fma(V a, V b, V c) { return {_mm512_fmadd_##suffix(a.v, b.v, c.v)}; }              \
   inline V fma_once(V a, V b, V c) { return fma(a, b, c); }                                   \
   inline V max(V a, V b) { return {_mm512_max_##suffix(a.v, b.v)}; }                          \
+  inline V min(V a, V b) { return {_mm512_min_##suffix(a.v, b.v)}; }                          \
   inline V ceil(V a) { return {_mm512_roundscale_##suffix(a.v, _MM_FROUND_CEIL)}; }           \
   inline V abs(V a) { return {_mm512_abs_##suffix(a.v)}; }                                    \
   inline M less(V a, V b) { return {_mm512_cmp_##suffix##_mask(a.v, b.v, _CMP_LT_OQ)}; }      \

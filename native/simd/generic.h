@@ -80,8 +80,9 @@ REGARD_LANE inline REGARD_V select(LaneMask<REGARD_V> m, REGARD_V a, REGARD_V b)
   using V = REGARD_V;
   return {as<typename V::Vector>((m.v & as<typename V::Bits>(a.v)) | (~m.v & as<typename V::Bits>(b.v)))};
 }
-// Returns b if either is NaN.
+// Return b if either is NaN.
 REGARD_LANE inline REGARD_V max(REGARD_V a, REGARD_V b) { return select(less(b, a), a, b); }
+REGARD_LANE inline REGARD_V min(REGARD_V a, REGARD_V b) { return select(less(a, b), a, b); }
 REGARD_LANE inline REGARD_V ceil(REGARD_V a) {
   for (int i = 0; i < N; ++i) a.v[i] = static_cast<T>(::ceil(a.v[i]));
   return a;

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from regard import masks as M
 from regard._backends.native import core
 from regard.scores import Alibi
-from support import HAVE_CORE, rel_l2
-from support.forward import DTYPES, GROUPS, WIDTHS, Call, failures, faults, fused
+from support import HAVE_CORE, assert_close, rel_l2
+from support.forward import DTYPES, GROUPS, INF, WIDTHS, Call, failures, faults, fused
 from support.options import BIAS_SHAPES, NAMES, bias_of, make, options_of
 from support.strategies import Case, mask_strategy
 
@@ -140,6 +140,50 @@ def test_pairs_of_options(isa: str, first: str, poison: None) -> None:
     for second in NAMES:
         call = make(isa, 2, 4, 2, 33, 101, 16, 8, **(options[first] | options[second]))
         assert not faults(call), call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_at_the_end_of_a_key_block(isa: str, name: str, poison: None) -> None:
+    for Lk in (191, 192, 193):
+        call = make(isa, 2, 4, 2, 33, Lk, 16, 8, **options_of(4, 33, Lk)[name])
+        assert not faults(call), call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [None, 0, -9, torch.tensor([0, 151])])
+def test_edges_of_windows(isa: str, dtype: torch.dtype, offset: Any, poison: None) -> None:
+    """The edges cross tiles of keys, the halves of panels, chains of sums and key blocks."""
+    for left in (0, 1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 95, 96, 97, 193):
+        for right in (0, 5):
+            mask = M.Window(left, right)
+            call = make(isa, 2, 2, 1, 67, 203, 8, 8, dtype=dtype, mask=mask, offset=offset)
+            assert not faults(call), call
+
+
+@pytest.mark.parametrize("factor", [8.0, 40.0])
+@pytest.mark.parametrize("first", [1, 96, 191, 192, 193, 200])
+def test_scores_that_grow_suddenly(isa: str, first: int, factor: float, poison: None) -> None:
+    """From key `first` on, all scores of even rows exceed those before; those of odd rows are lower."""
+    call = make(isa, 1, 2, 2, 34, 389, 16, 8)
+    call.q[..., 0], call.k[..., 0] = torch.tensor([1.0, -1.0]).repeat(17), 0
+    call.k[..., first:, 0] = factor
+    for bias in (None, torch.zeros(389).index_fill(0, torch.tensor([0, 5, first, first + 1, 388]), -INF)):
+        case = call._replace(options={"bias": bias, "mask": M.Window(300, 60)})
+        assert not faults(case), case
+
+
+def test_masked_nan_at_the_edges_of_windows(isa: str) -> None:
+    """Rows of a panel that meets NaN are NaN if they may attend to it, and correct if they may not."""
+    mask, q, k, v = M.Window(40, 0), *(torch.randn(1, 2, 400, 16) for _ in range(3))
+    call = Call(q, k, v, {"mask": mask}, isa)
+    want = call.run()[0]
+    for x in (k, v):
+        x[:, :, 250:260] = torch.nan
+    out = call.run()[0]
+    reached = torch.zeros(400, dtype=torch.bool)
+    reached[250:300] = True
+    assert out[:, :, reached].isnan().all()
+    assert_close(out[:, :, ~reached], want[:, :, ~reached])
 
 
 def test_all_options_at_once(isa: str, poison: None) -> None:
