@@ -6,7 +6,7 @@
 //   dv = w dout,  dp = dout v,  ds = w (dp - delta),  dk = ds q,  dq = ds k.
 #include "kernels/arena.inl.h"
 #include "kernels/exact_gradients.inl.h"
-#include "kernels/gemm.inl.h"
+#include "kernels/few.inl.h"
 #include "kernels/scores.inl.h"
 
 namespace {
@@ -43,8 +43,8 @@ struct Backward {
   static constexpr int64_t kKeyTiles = kKeys / kLanesRows;  // register tiles in a block
   static constexpr int64_t kBlockSize = kKeys * P;
 
-  // A panel's scaled queries[D][P], dout[Dv][P], dq[D][P], each lane's shift, delta and dropout
-  // words, and the next span.
+  // A panel's scaled queries[D][P], dout[Dv][P], dq[D][P] (with few rows: [row][D or Dv]), each lane's
+  // shift, delta and dropout words, and the next span.
   struct State {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
@@ -55,6 +55,8 @@ struct Backward {
   const Spec& spec;
   const Call& call;
   const Gradients& grads;
+  const bool few;                               // few query rows: lanes are channels in most products
+  const int lanes;                              // lanes of a panel that may hold a row
   int64_t q_slices, v_slices;                   // slices of P columns
   Scalar *q_rows, *dout_rows;                   // [slice][kTilePanels * P][P]
   Scalar *weights, *ds;                         // [panel][kKeys][P]
@@ -68,7 +70,9 @@ struct Backward {
   int64_t ldk, ldv;
   const Scalar *k, *v;
 
-  explicit Backward(const Chunk& c) : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads) {
+  explicit Backward(const Chunk& c)
+      : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads), few(c.spec->Lq <= kFewRows),
+        lanes(few && spec.Lq < P ? static_cast<int>(spec.Lq) : P) {
     q_slices = (spec.D + P - 1) / P;
     v_slices = (spec.Dv + P - 1) / P;
     want_k = grads.dk && !chunk.bias_only;
@@ -178,11 +182,18 @@ struct Backward {
     const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
     const uint32_t skipped = load_lanes(p, s);
     if (p.rows < P) clear_panel(s, i);
-    pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
-    pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
-    for (int64_t d = 0; d < spec.Dv; ++d)
-      for (int r = 0; r < P; r += V::N)
-        Lanes<V>::store(s.dout + d * P + r, Lanes<V>::load(s.dout + d * P + r) * Lanes<V>::load(factor + r));
+    if (few) {
+      load_few(
+          q, q_step, spec.q.d, p.rows, spec.D, [&](int) { return static_cast<Scalar>(scale); }, s.queries);
+      load_few(dout, g_step, g.d, p.rows, spec.Dv, [&](int t) { return factor[t]; }, s.dout);
+    } else {
+      pack<V>(q, q_step, spec.q.d, p.rows, spec.D, Scaled<V>{static_cast<Scalar>(scale)}, s.queries);
+      pack<V>(dout, g_step, g.d, p.rows, spec.Dv, Scaled<V>{1}, s.dout);
+      for (int64_t d = 0; d < spec.Dv; ++d)
+        for (int r = 0; r < P; r += V::N)
+          Lanes<V>::store(s.dout + d * P + r,
+                          Lanes<V>::load(s.dout + d * P + r) * Lanes<V>::load(factor + r));
+    }
     pack_slices<V>(dout, g_step, g.d, p.rows, spec.Dv, factor, tile, dout_rows + i * P * P);
     for (int t = 0; t < P; ++t) factor[t] = 1;
     pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
@@ -190,6 +201,15 @@ struct Backward {
       if (skipped >> t & 1) clear_row(s, i, t);
     for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
     s.span = 0;
+  }
+
+  // target[row][width] = source[row][width] * factor(row)
+  template <class Factor>
+  static void load_few(const S* source, int64_t row_stride, int64_t stride, int rows, int64_t width,
+                       Factor factor_of, Scalar* target) {
+    copy_rows<V>(source, row_stride, stride, rows, width, width, target);
+    for (int t = 0; t < rows; ++t)
+      for (int64_t d = 0; d < width; ++d) target[t * width + d] *= factor_of(t);
   }
 
   // Loads each lane's shift, delta and the factor of its dout. Lanes beyond the rows get zeros.
@@ -216,11 +236,14 @@ struct Backward {
   }
 
   void clear_row(State& s, int i, int t) {
-    for (int64_t d = 0; d < spec.D; ++d) s.queries[d * P + t] = 0;
-    for (int64_t d = 0; d < spec.Dv; ++d) s.dout[d * P + t] = 0;
+    for (int64_t d = 0; d < spec.D; ++d) s.queries[index(t, d, spec.D)] = 0;
+    for (int64_t d = 0; d < spec.Dv; ++d) s.dout[index(t, d, spec.Dv)] = 0;
     for (int64_t d = 0; d < q_slices * P; ++d) element(q_rows, i, t, d) = 0;
     for (int64_t d = 0; d < v_slices * P; ++d) element(dout_rows, i, t, d) = 0;
   }
+
+  // Returns the index of channel d of row t in a buffer of State.
+  int64_t index(int t, int64_t d, int64_t width) const { return few ? t * width + d : d * P + t; }
 
   // Returns element d of row t of panel i.
   static Scalar& element(Scalar* rows, int i, int t, int64_t d) {
@@ -252,7 +275,8 @@ struct Backward {
     if (spec.drop_below)
       drop<V, Negated>(s.low, s.high, call.origin.key + at.key, at.key_step, spec.drop_below, n, w);
     if (want_ds) {
-      spec.drop_below ? compute_ds<true>(s, values_at, n, w, g) : compute_ds<false>(s, values_at, n, w, g);
+      spec.drop_below ? compute_ds<true>(s, values_at, n, p.rows, w, g)
+                      : compute_ds<false>(s, values_at, n, p.rows, w, g);
       if (partial) mask_keys<V>(spans, from, to, kAllLanes, 0, g);
       if (bias_may_mask()) zero_masked(w, n, g);
       add_bias_gradients(at, n, g);
@@ -285,10 +309,11 @@ struct Backward {
     }
   }
 
-  // Computes scores and weights in one pass. Returns false if D or a shift is too large for it.
+  // Computes scores and weights in one pass. Returns false with few rows, or if D or a shift is too large.
   bool compute_weights_fused(const State& s, const Scalar* rows, int64_t n, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    if (spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1])) return false;
+    if (few || spec.D > kChain || !ShiftedExp2<V>::fits(shift[0]) || !ShiftedExp2<V>::fits(shift[1]))
+      return false;
     const ShiftedExp2<V> power[2] = {ShiftedExp2<V>(shift[0]), ShiftedExp2<V>(shift[1])};
     multiply_rows<V>(rows, ldk, n, s.queries, spec.D, [&](int64_t c, int i, V score) {
       Lanes<V>::store(w + (2 * c + i) * V::N, power[i](score));
@@ -299,25 +324,33 @@ struct Backward {
   void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
                        const Scalar* rows, int64_t from, int64_t to, Scalar* w) {
     const V shift[2] = {Lanes<V>::load(s.shift), Lanes<V>::load(s.shift + V::N)};
-    V unused_max[2] = {shift[0], shift[1]};
     const int64_t n = to - from;
-    score_keys<V>(rows, ldk, n, s.queries, spec.D, w, unused_max);
+    multiply_queries(rows, ldk, n, s.queries, at.rows, spec.D, w);
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, at, n, w);
     if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
     exponentiate<V>(w, n, shift, unused_totals);
   }
 
+  // products[n][P] = rows[n][width] * panel, where `panel` is `queries` or `dout` of a State.
+  void multiply_queries(const Scalar* rows, int64_t ld, int64_t n, const Scalar* panel, int count,
+                        int64_t width, Scalar* products) const {
+    V unused_max[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
+    if (few)
+      multiply_few<V>(panel, count, width, rows, ld, n, products);
+    else
+      score_keys<V>(rows, ld, n, panel, width, products, unused_max);
+  }
+
   template <bool Dropped>
-  void compute_ds(const State& s, const Scalar* rows, int64_t n, const Scalar* w, Scalar* g) {
+  void compute_ds(const State& s, const Scalar* rows, int64_t n, int count, const Scalar* w, Scalar* g) {
     const V delta[2] = {Lanes<V>::load(s.delta), Lanes<V>::load(s.delta + V::N)};
     const auto finish = [&](int64_t c, int i, V dp) {
       const int64_t at = (2 * c + i) * V::N;
       Lanes<V>::store(g + at, score_gradient<V, Dropped>(Lanes<V>::load(w + at), dp, delta[i]));
     };
-    if (spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
-    V unused_max[2] = {delta[0], delta[1]};
-    score_keys<V>(rows, ldv, n, s.dout, spec.Dv, g, unused_max);
+    if (!few && spec.Dv <= kChain) return multiply_rows<V>(rows, ldv, n, s.dout, spec.Dv, finish);
+    multiply_queries(rows, ldv, n, s.dout, count, spec.Dv, g);
     for (int64_t c = 0; c < n; ++c)
       for (int i = 0; i < 2; ++i) finish(c, i, Lanes<V>::load(g + (2 * c + i) * V::N));
   }
@@ -418,12 +451,14 @@ struct Backward {
   void add_query_gradients(const Panel& p, State& s, const Span* spans, int64_t begin, int64_t from,
                            int64_t to, const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
+    const Scalar* weights_at = g + (from - begin) * P;
     if (masked_keys_are_finite(spans, from, to))
-      return add_values<V>(rows, ldk, to - from, g + (from - begin) * P, spec.D, s.dq);
+      return few ? add_keys_to_few<V>(weights_at, p.rows, rows, ldk, to - from, spec.D, s.dq)
+                 : add_values<V>(rows, ldk, to - from, weights_at, spec.D, s.dq);
     visit_pairs(p, from, to, [&](int64_t key, int t) {
       const Scalar x = g[(key - begin) * P + t];
       for (int64_t d = 0; d < spec.D && !(bias_may_mask() && x == 0); ++d)
-        s.dq[d * P + t] += x * k[(key - chunk.begin) * ldk + d];
+        s.dq[index(t, d, spec.D)] += x * k[(key - chunk.begin) * ldk + d];
     });
   }
 
@@ -455,9 +490,14 @@ struct Backward {
     for (int64_t c = 0; c < slices; ++c)
       for (int64_t tile = 0; tile * kLanesRows < n; ++tile) {
         const int64_t first = tile * kLanesRows, left = n - first < kLanesRows ? n - first : kLanesRows;
-        if (active[tile])
-          add_lanes<V>(left, a + first * P, kBlockSize, active[tile], rows + c * kTilePanels * P * P,
-                       sum + (first_key + first) * slices * P + c * P, slices * P);
+        const Scalar* slice = rows + c * kTilePanels * P * P;
+        Scalar* target = sum + (first_key + first) * slices * P + c * P;
+        for (int i = 0; few && i < kTilePanels; ++i)
+          if (active[tile] >> i & 1)
+            add_few_lanes<V>(left, a + i * kBlockSize + first * P, lanes, slice + i * P * P, target,
+                             slices * P);
+        if (active[tile] && !few)
+          add_lanes<V>(left, a + first * P, kBlockSize, active[tile], slice, target, slices * P);
       }
   }
 
@@ -528,8 +568,13 @@ struct Backward {
       const Panel& p = panels[i];
       Scalar* dq =
           static_cast<Scalar*>(grads.dq_sum) + ((chunk.batch * spec.Hq + p.head) * spec.Lq + p.row) * spec.D;
-      unpack_add<V>(states[i].dq, spec.D, static_cast<Scalar>(spec.scale), p.rows, dq,
-                    spec.D * chunk.row_step, 1);
+      for (int64_t t = 0; few && t < p.rows; ++t)
+        for (int64_t d = 0; d < spec.D; ++d)
+          dq[t * spec.D * chunk.row_step + d] +=
+              states[i].dq[t * spec.D + d] * static_cast<Scalar>(spec.scale);
+      if (!few)
+        unpack_add<V>(states[i].dq, spec.D, static_cast<Scalar>(spec.scale), p.rows, dq,
+                      spec.D * chunk.row_step, 1);
     }
   }
 

@@ -5,15 +5,11 @@
 // keys, with lanes along D. If there are enough rows to fill panels, the lanes are rows, and tiles
 // have 96 keys.
 #include "kernels/exact.inl.h"
-#include "kernels/gemm.inl.h"
+#include "kernels/few.inl.h"
 #include "kernels/rows.inl.h"
 #include "kernels/stored.inl.h"
 
 namespace {
-
-// Query rows that share each loaded vector of a key or value.
-template <class V>
-constexpr int kRowBlock = V::N < 4 ? V::N : 4;
 
 // Software prefetch distances in rows. The hardware prefetcher does not follow several row streams.
 // Keys and values of at most kCachedBytes are likely to be in L2 and are not prefetched.
@@ -224,14 +220,6 @@ void add_tile(const Number<V>* weights, int64_t ld_weights, const CodeTile<V, Ki
   for (; u < units; u += kTail) add_columns<V, R, kTail>(weights, ld_weights, values, u, n, ahead, out, ldo);
 }
 
-// Calls work(RowCount<R>, first row) for blocks that cover rows [r, rows).
-template <class V, class Work>
-inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
-  for (; r + kRowBlock<V> <= rows; r += kRowBlock<V>) work(RowCount<kRowBlock<V>>{}, r);
-  for (; r + 2 <= rows; r += 2) work(RowCount<2>{}, r);
-  for (; r < rows; ++r) work(RowCount<1>{}, r);
-}
-
 // Keys in a tile if rows are in panels. With AVX2, the sum over a whole tile stays in registers.
 constexpr int64_t kPanelKeys = 96;
 
@@ -274,8 +262,8 @@ struct Decode {
   explicit Decode(const Split& p)
       : split(p), spec(*p.spec), call(*p.call), ldq(round_up(spec.D, kGroup)), ldo(round_up(spec.Dv, kGroup)),
         group(spec.Hq / spec.Hkv), all_rows(group * spec.Lq), rows(max_rows(spec)),
-        rows_in_panels(rows_for_panels<V>(rows)), keys(Stored<V, S>::keys(p)),
-        values(Stored<V, S>::values(p)), arena{static_cast<char*>(p.scratch)} {
+        rows_in_panels(in_panels(rows)), keys(Stored<V, S>::keys(p)), values(Stored<V, S>::values(p)),
+        arena{static_cast<char*>(p.scratch)} {
     const int64_t width = spec.D > spec.Dv ? spec.D : spec.Dv;
     queries = arena.take<Scalar>(rows * ldq);
     scores = arena.take<Scalar>(rows * kSplitKeys);
@@ -292,6 +280,8 @@ struct Decode {
     const int64_t rows = s.Hq / s.Hkv * s.Lq;
     return rows < kRowSet ? rows : kRowSet;
   }
+  // Backward multiplies few rows without panels, and must get the same weights.
+  int64_t in_panels(int64_t n) const { return call.stats ? 0 : rows_for_panels<V>(n); }
   int64_t panels() const { return (rows_in_panels + P - 1) / P; }
   static int64_t tile_keys(int64_t rows) { return rows_for_panels<V>(rows) ? kPanelKeys : kTileKeys; }
 
@@ -463,7 +453,7 @@ struct Decode {
 
   bool run() {
     for (first = 0; first < all_rows; first += rows) {
-      if (all_rows - first < rows) rows = all_rows - first, rows_in_panels = rows_for_panels<V>(rows);
+      if (all_rows - first < rows) rows = all_rows - first, rows_in_panels = in_panels(rows);
       const Partial all = partial(0), p{all.shift + first, all.total + first, all.out + first * ldo};
       start_queries();
       score();
@@ -514,11 +504,27 @@ struct Decode {
     return !bits(differs(zero, zero));
   }
 
-  void write(S* out, Scalar factor) const {
+  template <class Put>
+  void write(S* out, Scalar factor, Put put) const {
     int64_t d = 0;
     for (; spec.out.d == 1 && d + V::N <= spec.Dv; d += V::N)
-      Lanes<V>::store(out + d, Lanes<V>::load(sum + d) * Lanes<V>::set(factor));
-    for (; d < spec.Dv; ++d) from_float(out + d * spec.out.d, sum[d] * factor);
+      put(out + d, Lanes<V>::load(sum + d) * Lanes<V>::set(factor));
+    for (; d < spec.Dv; ++d) put(out + d * spec.out.d, sum[d] * factor);
+  }
+
+  void write_stats(const Panel& p, int t, Scalar shift, Scalar total) const {
+    Scalar* stats = static_cast<Scalar*>(call.stats) + (split.batch * spec.Hq + p.head) * spec.Lq + t;
+    stats[0] = shift;
+    stats[spec.B * spec.Hq * spec.Lq] = total;
+  }
+
+  // Writes the stats and the residual of a row, for backward.
+  void write_saved(const Panel& p, int t, const MergedSoftmax& s, Scalar factor, const S* out) const {
+    const bool masked = s.only_sink && !attends_to_any(p, t);
+    write_stats(p, t, s.shift, masked ? 0 : s.total);
+    if (!call.residual) return;
+    S* residual = static_cast<S*>(call.residual) + (out - static_cast<S*>(call.out));
+    write(residual, factor, RoundingResidual<V, S>{out - residual});
   }
 
   void finish_row(int64_t r, const Task& task) {
@@ -529,7 +535,9 @@ struct Decode {
     Scalar* lse = static_cast<Scalar*>(call.lse);
     if (lse) lse += (split.batch * spec.Hq + p.head) * spec.Lq + t;
     ExactRow<V, S> row{task, p, t, exact, 0, 0};
-    write(out, s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total);
+    const Scalar factor = s.total == 0 ? 0 : static_cast<Scalar>(spec.keep_scale) / s.total;
+    write(out, factor, StoreAsIs<V>());
+    if (call.stats) write_saved(p, t, s, factor, out);
     if (lse) *lse = lse_of(row, s.shift, s.total, s.only_sink);
     if (is_finite(s) || row.query_is_nan()) return;
     row.run([&](int64_t j, const S* q, bool kept) {
@@ -538,6 +546,7 @@ struct Decode {
       row.add(score, values.rows(split_key(j), 1, converted, scales, ld), 1, kept);
     });
     row.write(out, 0, lse);
+    if (call.stats) write_stats(p, t, row.shift(), row.sum_at_shift());
   }
 
   bool finish() {

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/few.h"
 #include "passes/pass.h"
 
 namespace regard {
@@ -168,8 +169,8 @@ class Forward : Pass {
 
 Outcome forward(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt) {
   if (is_empty(spec)) return Outcome::kDone;
-  // If backward follows, use panels: backward recomputes the scores in panels and must get the same weights.
-  if (decodes(spec) && !call.stats) return decode(spec, call, code, interrupt);
+  // If backward follows and computes the scores in panels, use panels: both must get the same weights.
+  if (decodes(spec) && (!call.stats || spec.Lq <= kFewRows)) return decode(spec, call, code, interrupt);
   return Forward(spec, call, code, interrupt).run();
 }
 
