@@ -49,6 +49,7 @@ struct Backward {
     Scalar *queries, *dout, *dq, *shift, *delta;
     uint32_t *low, *high;
     int64_t span = 0;
+    int rows = 0;
   };
 
   const Chunk& chunk;
@@ -56,7 +57,6 @@ struct Backward {
   const Call& call;
   const Gradients& grads;
   const bool few;                               // few query rows: lanes are channels in most products
-  const int lanes;                              // lanes of a panel that may hold a row
   int64_t q_slices, v_slices;                   // slices of P columns
   Scalar *q_rows, *dout_rows;                   // [slice][kTilePanels * P][P]
   Scalar *weights, *ds;                         // [panel][kKeys][P]
@@ -71,8 +71,7 @@ struct Backward {
   const Scalar *k, *v;
 
   explicit Backward(const Chunk& c)
-      : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads), few(c.spec->Lq <= kFewRows),
-        lanes(few && spec.Lq < P ? static_cast<int>(spec.Lq) : P) {
+      : chunk(c), spec(*c.spec), call(*c.call), grads(*c.grads), few(c.spec->Lq <= kFewRows) {
     q_slices = (spec.D + P - 1) / P;
     v_slices = (spec.Dv + P - 1) / P;
     want_k = grads.dk && !chunk.bias_only;
@@ -167,8 +166,11 @@ struct Backward {
     if (finite_rows != kUnknown) return finite_rows == kYes;
     const int64_t tile = kTilePanels * P * P;
     bool finite = true;
-    for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<V>(q_rows + c * tile, count * P * P);
-    for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<V>(dout_rows + c * tile, count * P * P);
+    for (int i = 0; i < count; ++i) {
+      const int64_t first = i * P * P, n = states[i].rows * P;
+      for (int64_t c = 0; c < q_slices; ++c) finite &= all_finite<V>(q_rows + c * tile + first, n);
+      for (int64_t c = 0; c < v_slices; ++c) finite &= all_finite<V>(dout_rows + c * tile + first, n);
+    }
     finite_rows = finite ? kYes : kNo;
     return finite;
   }
@@ -181,7 +183,7 @@ struct Backward {
     const S* dout = static_cast<const S*>(grads.dout) + chunk.batch * g.b + p.head * g.h + p.row * g.l;
     const int64_t q_step = spec.q.l * chunk.row_step, g_step = g.l * chunk.row_step, tile = kTilePanels * P;
     const uint32_t skipped = load_lanes(p, s);
-    if (p.rows < P) clear_panel(s, i);
+    if (p.rows < P && !few) clear_panel(s, i);
     if (few) {
       load_few(
           q, q_step, spec.q.d, p.rows, spec.D, [&](int) { return static_cast<Scalar>(scale); }, s.queries);
@@ -199,8 +201,9 @@ struct Backward {
     pack_slices<V>(q, q_step, spec.q.d, p.rows, spec.D, factor, tile, q_rows + i * P * P);
     for (int t = 0; t < P && skipped; ++t)
       if (skipped >> t & 1) clear_row(s, i, t);
-    for (int64_t d = 0; d < spec.D * P; ++d) s.dq[d] = 0;
+    for (int64_t d = 0; d < spec.D * (few ? p.rows : P); ++d) s.dq[d] = 0;
     s.span = 0;
+    s.rows = p.rows;
   }
 
   // target[row][width] = source[row][width] * factor(row)
@@ -270,6 +273,8 @@ struct Backward {
         chunk.batch,    p.head, p.row, chunk.row_step, offset() + p.row, chunk.key + from * chunk.key_step,
         chunk.key_step, p.rows};
     const Scalar *keys_at = k + first_key * ldk, *values_at = v + first_key * ldv;
+    if (few && !partial && !spec.drop_below && !(spec.softcap > 0) && spec.bias == kNoBias)
+      return compute_few(s, keys_at, values_at, n, w, g);
     if (partial || spec.softcap > 0 || spec.bias != kNoBias || !compute_weights_fused(s, keys_at, n, w))
       compute_weights(s, at, spans, partial, keys_at, from, to, w);
     if (spec.drop_below)
@@ -319,6 +324,23 @@ struct Backward {
       Lanes<V>::store(w + (2 * c + i) * V::N, power[i](score));
     });
     return true;
+  }
+
+  // Computes weights and ds of few rows that may attend to all n keys, without options.
+  void compute_few(const State& s, const Scalar* keys_at, const Scalar* values_at, int64_t n, Scalar* w,
+                   Scalar* g) const {
+    visit_row_blocks<V>(0, s.rows, [&](auto block, int64_t first) {
+      constexpr int R = block.value;
+      const V shift = repeat_rows<V, R>(s.shift + first), delta = repeat_rows<V, R>(s.delta + first);
+      for (int64_t c = 0; c < n; c += V::N / R) {
+        const V weight =
+            exp2(dots_of_rows<V, R>(s.queries + first * spec.D, spec.D, keys_at, ldk, c, n) - shift);
+        store_products<V, R>(weight, c, n, w + first);
+        if (!want_ds) continue;
+        const V dp = dots_of_rows<V, R>(s.dout + first * spec.Dv, spec.Dv, values_at, ldv, c, n);
+        store_products<V, R>(score_gradient<V, false>(weight, dp, delta), c, n, g + first);
+      }
+    });
   }
 
   void compute_weights(const State& s, const TileCoords& at, const Span* spans, bool partial,
@@ -494,7 +516,7 @@ struct Backward {
         Scalar* target = sum + (first_key + first) * slices * P + c * P;
         for (int i = 0; few && i < kTilePanels; ++i)
           if (active[tile] >> i & 1)
-            add_few_lanes<V>(left, a + i * kBlockSize + first * P, lanes, slice + i * P * P, target,
+            add_few_lanes<V>(left, a + i * kBlockSize + first * P, states[i].rows, slice + i * P * P, target,
                              slices * P);
         if (active[tile] && !few)
           add_lanes<V>(left, a + first * P, kBlockSize, active[tile], slice, target, slices * P);

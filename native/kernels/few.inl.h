@@ -21,8 +21,10 @@ inline void visit_row_blocks(int64_t r, int64_t rows, Work work) {
 
 // Returns the dot products of R rows with C = V::N / R keys: lane r * C + c is row r and key c. Adds
 // in the order of decode.cpp, so that backward recomputes the scores of a decode step exactly.
+// Prefetches `ahead` elements beyond each load, because the hardware prefetcher does not follow C rows.
 template <class V, int R>
-REGARD_INLINE V dots_of_rows(const Number<V>* rows, int64_t width, const Number<V>* const (&keys)[V::N / R]) {
+REGARD_INLINE V dots_of_rows(const Number<V>* rows, int64_t width, const Number<V>* const (&keys)[V::N / R],
+                             int64_t ahead) {
   constexpr int C = V::N / R;
   V sum[V::N];
   UNROLLED (i, V::N) sum[i] = Lanes<V>::zero();
@@ -31,6 +33,7 @@ REGARD_INLINE V dots_of_rows(const Number<V>* rows, int64_t width, const Number<
     V row[R];
     UNROLLED (r, R) row[r] = Lanes<V>::load(rows + r * width + d);
     UNROLLED (c, C) {
+      if (d * sizeof(Number<V>) % 64 == 0) __builtin_prefetch(keys[c] + d + ahead);
       const V key = Lanes<V>::load(keys[c] + d);
       UNROLLED (r, R) sum[r * C + c] = fma(row[r], key, sum[r * C + c]);
     }
@@ -45,22 +48,46 @@ REGARD_INLINE V dots_of_rows(const Number<V>* rows, int64_t width, const Number<
   return sums + Lanes<V>::load(tail);
 }
 
+// The dot products of R rows with keys c, c + 1, ... of n.
+template <class V, int R>
+REGARD_INLINE V dots_of_rows(const Number<V>* rows, int64_t width, const Number<V>* keys, int64_t ld,
+                             int64_t c, int64_t n) {
+  constexpr int C = V::N / R;
+  const Number<V>* key[C];
+  UNROLLED (i, C) key[i] = keys + (c + i < n ? c + i : n - 1) * ld;
+  return dots_of_rows<V, R>(rows, width, key, C * ld);
+}
+
+// Stores lane r * C + i of `x` as element [c + i][r] of products[n][P].
+template <class V, int R>
+REGARD_INLINE void store_products(V x, int64_t c, int64_t n, Number<V>* products) {
+  constexpr int C = V::N / R;
+  Number<V> lane[V::N];
+  Lanes<V>::store(lane, x);
+  UNROLLED (i, C)
+    if (c + i < n) {
+      UNROLLED (r, R) products[(c + i) * kPanel<V> + r] = lane[r * C + i];
+    }
+}
+
+// Returns the vector whose lane r * V::N / R + c is x[r].
+template <class V, int R>
+REGARD_INLINE V repeat_rows(const Number<V>* x) {
+  Number<V> lane[V::N];
+  UNROLLED (i, V::N) lane[i] = x[i / (V::N / R)];
+  return Lanes<V>::load(lane);
+}
+
 // products[n][P] = keys[n][width] * rows[count][width]. Lanes beyond the rows are set to 0.
 template <class V>
 void multiply_few(const Number<V>* rows, int count, int64_t width, const Number<V>* keys, int64_t ld,
                   int64_t n, Number<V>* products) {
-  constexpr int P = kPanel<V>;
-  for (int64_t i = 0; i < n * P; i += V::N) Lanes<V>::store(products + i, Lanes<V>::zero());
+  for (int64_t i = 0; i < n * kPanel<V>; i += V::N) Lanes<V>::store(products + i, Lanes<V>::zero());
   visit_row_blocks<V>(0, count, [&](auto block, int64_t first) {
-    constexpr int R = block.value, C = V::N / R;
-    for (int64_t c = 0; c < n; c += C) {
-      const Number<V>* key[C];
-      for (int i = 0; i < C; ++i) key[i] = keys + (c + i < n ? c + i : n - 1) * ld;
-      Number<V> lane[V::N];
-      Lanes<V>::store(lane, dots_of_rows<V, R>(rows + first * width, width, key));
-      UNROLLED (r, R)
-        for (int i = 0; i < C && c + i < n; ++i) products[(c + i) * P + first + r] = lane[r * C + i];
-    }
+    constexpr int R = block.value;
+    for (int64_t c = 0; c < n; c += V::N / R)
+      store_products<V, R>(dots_of_rows<V, R>(rows + first * width, width, keys, ld, c, n), c, n,
+                           products + first);
   });
 }
 

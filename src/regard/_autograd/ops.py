@@ -50,7 +50,7 @@ class FlatCall(NamedTuple):
     scale: float
     softcap: float | None
     dropout: float
-    saving: bool  # forward also returns stats and residual; slower with few query rows
+    saving: bool  # forward also returns stats and residual; slower with 9 to 16 queries
 
     @property
     def inputs(self) -> Results:

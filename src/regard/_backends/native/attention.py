@@ -50,8 +50,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     if operands is None:
         operands, keepalive = operands_of(problem)
     call.forward(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, 0, 0, spec.offset or 0, operands
-    )
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, 0, 0, spec.offset or 0,
+        operands,
+    )  # fmt: skip
     del keepalive
     return out if spec.rank == 4 else _restore_batch(out, spec), lse  # skips a function call at rank 4
 
@@ -140,7 +141,7 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
     like = torch.zeros_like if empty else torch.empty_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
     dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
-    if not any(wanted[3:]):
+    if True not in wanted[3:]:
         return Gradients(dq, dk, dv, None, None, None)
     return Gradients(
         dq, dk, dv, _empty_bias(problem) if wanted[3] else None,
