@@ -128,7 +128,7 @@ def fastest(calls: list[Call], seconds: float) -> Call:
 
 def random_cases(chance: random.Random, count: int) -> Iterator[Case]:
     """Yields `count` different cases of at most MOST_WORK multiplications."""
-    drawn = set()
+    drawn: set[Case] = set()
     while len(drawn) < count:
         case = random_case(chance)
         passes = 1 if case.work == "forward" else 3

@@ -156,7 +156,7 @@ def test_observers_see_repeated_calls() -> None:
         regard.attention(q, k, v)
     assert any("attention_forward" in event.key for event in profile.key_averages())
     seen: list[torch.Size] = []
-    listeners.append(lambda q, k, **options: seen.append(q.shape))
+    listeners.append(lambda q, k, options: seen.append(q.shape))
     try:
         regard.attention(q, k, v)
     finally:
