@@ -50,6 +50,7 @@ struct Backward {
     uint32_t *low, *high;
     int64_t span = 0;
     int rows = 0;
+    uint32_t all = kAllLanes;  // the lanes of a full span
   };
 
   const Chunk& chunk;
@@ -204,6 +205,8 @@ struct Backward {
     for (int64_t d = 0; d < spec.D * (few ? p.rows : P); ++d) s.dq[d] = 0;
     s.span = 0;
     s.rows = p.rows;
+    // A bias may give an unused lane an infinite weight. So spans of the used lanes are then partial.
+    s.all = spec.bias == kNoBias && p.rows < P ? (1u << p.rows) - 1 : kAllLanes;
   }
 
   // target[row][width] = source[row][width] * factor(row)
@@ -282,7 +285,7 @@ struct Backward {
     if (want_ds) {
       spec.drop_below ? compute_ds<true>(s, values_at, n, p.rows, w, g)
                       : compute_ds<false>(s, values_at, n, p.rows, w, g);
-      if (partial) mask_keys<V>(spans, from, to, kAllLanes, 0, g);
+      if (partial) mask_keys<V>(spans, from, to, s.all, 0, g);
       if (bias_may_mask()) zero_masked(w, n, g);
       add_bias_gradients(at, n, g);
       if (spec.softcap > 0)
@@ -299,13 +302,13 @@ struct Backward {
   // Processes adjacent spans. Long full spans are processed separately, without applying a mask.
   void process_spans(const Panel& p, const State& s, const Span* span, int64_t begin, int64_t from,
                      int64_t to, Scalar* w, Scalar* g) {
-    const auto is_long = [](const Span* r) { return r->lanes == kAllLanes && r->end - r->begin >= P; };
+    const auto is_long = [&](const Span* r) { return r->lanes == s.all && r->end - r->begin >= P; };
     while (from < to) {
       const Span* first = span;
       int64_t stop;
       bool partial = false;
       do {
-        partial |= span->lanes != kAllLanes;
+        partial |= span->lanes != s.all;
         stop = span->end < to ? span->end : to;
         ++span;
       } while (stop < to && !is_long(first) && !is_long(span));
@@ -350,7 +353,7 @@ struct Backward {
     multiply_queries(rows, ldk, n, s.queries, at.rows, spec.D, w);
     if (spec.softcap > 0) cap(w, n);
     add_bias<V, S>(spec, call, at, n, w);
-    if (partial) mask_keys<V>(spans, from, to, kAllLanes, -static_cast<Scalar>(__builtin_inf()), w);
+    if (partial) mask_keys<V>(spans, from, to, s.all, -static_cast<Scalar>(__builtin_inf()), w);
     exponentiate<V>(w, n, shift, unused_totals);
   }
 
@@ -474,7 +477,7 @@ struct Backward {
                            int64_t to, const Scalar* g) {
     const Scalar* rows = k + (from - chunk.begin) * ldk;
     const Scalar* weights_at = g + (from - begin) * P;
-    if (masked_keys_are_finite(spans, from, to))
+    if (masked_keys_are_finite(spans, s.all, from, to))
       return few ? add_keys_to_few<V>(weights_at, p.rows, rows, ldk, to - from, spec.D, s.dq)
                  : add_values<V>(rows, ldk, to - from, weights_at, spec.D, s.dq);
     visit_pairs(p, from, to, [&](int64_t key, int t) {
@@ -494,11 +497,11 @@ struct Backward {
   }
 
   // Returns whether the keys that are masked for some lane are finite.
-  bool masked_keys_are_finite(const Span* spans, int64_t from, int64_t to) const {
+  bool masked_keys_are_finite(const Span* spans, uint32_t all, int64_t from, int64_t to) const {
     bool finite = true;
     for (int64_t key = from; key < to; ++spans) {
       const int64_t stop = spans->end < to ? spans->end : to;
-      const bool partial = bias_may_mask() || spans->lanes != kAllLanes;
+      const bool partial = bias_may_mask() || spans->lanes != all;
       for (; partial && key < stop; ++key) finite &= all_finite<V>(k + (key - chunk.begin) * ldk, spec.D);
       key = stop;
     }
@@ -544,13 +547,12 @@ struct Backward {
   bool process_panel(const Panel& p, State& s, int panel, int64_t begin, int64_t end, uint32_t* active) {
     Scalar *w = weights + panel * kBlockSize, *g = ds + panel * kBlockSize;
     bool covers_block = false;
-    visit_spans(p, s.span, begin, end, kAllLanes,
-                [&](const Span* first, int64_t from, int64_t to, bool partial) {
-                  mark_active(panel, from - begin, to - begin, end - begin, active);
-                  process_spans(p, s, first, begin, from, to, w, g);
-                  if (grads.dq && !chunk.bias_only) add_query_gradients(p, s, first, begin, from, to, g);
-                  covers_block = !partial && from == begin && to == end;
-                });
+    visit_spans(p, s.span, begin, end, s.all, [&](const Span* first, int64_t from, int64_t to, bool partial) {
+      mark_active(panel, from - begin, to - begin, end - begin, active);
+      process_spans(p, s, first, begin, from, to, w, g);
+      if (grads.dq && !chunk.bias_only) add_query_gradients(p, s, first, begin, from, to, g);
+      covers_block = !partial && from == begin && to == end;
+    });
     return covers_block;
   }
 
