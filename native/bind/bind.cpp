@@ -1,121 +1,14 @@
 // The module regard._core. Arguments are structs, integers and the addresses of tensors; the Python caller
 // owns all memory and has checked shapes and dtypes.
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include <new>
-
-#include "bind/fields.h"
+#include "bind/repeat.h"
 #include "kernels/kernels.h"
 #include "machine/cpu.h"
 #include "machine/parallel.h"
-#include "mask/spans.h"
-#include "passes/passes.h"
-#include "passes/write.h"
 
 using namespace nb::literals;
 using namespace regard;
 
 namespace {
-
-bool signal_pending() {
-  nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-constexpr Interrupt kInterrupt{signal_pending};
-
-// Runs `work` without the GIL. Raises if a signal handler raised, memory ran out or a page does not exist.
-template <class Work>
-void run(Work work) {
-  Outcome outcome;
-  {
-    nb::gil_scoped_release release;
-    outcome = work();
-  }
-  if (outcome == Outcome::kInterrupted) throw nb::python_error();
-  if (outcome == Outcome::kOutOfMemory) throw std::bad_alloc();
-  if (outcome == Outcome::kWrongPage) throw nb::index_error("table: expected pages that exist, got others");
-}
-
-Call make_call(const Operands& operands, int64_t q, int64_t k, int64_t v, int64_t offset) {
-  Call call = operands;
-  set(call.q, q), set(call.k, k), set(call.v, v);
-  call.offset = offset;
-  call.tensors = operands.tensors.data();
-  return call;
-}
-
-// A call that has been checked, without its data: the Spec and the mask program `code`.
-class Attention {
- public:
-  Attention(const Spec& spec, const Sequence<int64_t>& code) : spec_(spec), code_(to_vector(code)) {}
-
-  void forward(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset,
-               const Operands& operands) const {
-    Call call = make_call(operands, q, k, v, offset);
-    set(call.out, out), set(call.lse, lse);
-    run([&] { return regard::forward(spec_, call, code_, kInterrupt); });
-  }
-
-  // Attends to the first Lk stored keys. If `token` is given, first writes it to storage as key Lk - 1.
-  void decode(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t offset, int64_t Lk,
-              int64_t k_scale, int64_t v_scale, int64_t table, int64_t table_stride, const Operands& operands,
-              const Token* token) const {
-    Call call = make_call(operands, q, k, v, offset);
-    set(call.out, out), set(call.lse, lse), set(call.k_scale, k_scale), set(call.v_scale, v_scale);
-    set(call.table, table), call.table_stride = table_stride;
-    Spec spec = spec_;
-    spec.Lk = Lk;
-    if (token) run([&] { return write_token(spec, call, *token); });
-    run([&] { return regard::decode(spec, call, code_, kInterrupt); });
-  }
-
-  // Returns whether forward takes the decode pass for this Spec.
-  bool decodes() const { return regard::decodes(spec_); }
-
-  void backward(int64_t q, int64_t k, int64_t v, int64_t offset, const Operands& operands,
-                const Gradients& gradients) const {
-    const Call call = make_call(operands, q, k, v, offset);
-    run([&] { return regard::backward(spec_, call, gradients, code_, kInterrupt); });
-  }
-
-  void evidence(int64_t q, int64_t k, int64_t offset, const Operands& operands, const Facts& facts) const {
-    const Call call = make_call(operands, q, k, k, offset);
-    run([&] { return regard::evidence(spec_, call, facts, code_, kInterrupt); });
-  }
-
-  // Counts the (query, key) pairs that the mask allows and the tasks, threads and scratch bytes of forward.
-  std::map<std::string, int64_t> cost(int64_t offset, const Operands& operands) const {
-    const Call call = make_call(operands, 0, 0, 0, offset);
-    Cost cost;
-    TaskPlan plan;
-    run([&] { return count_pairs(spec_, call, code_, kInterrupt, cost); });
-    run([&] { return plan_tasks(spec_, call, code_, kInterrupt, plan); });
-    return {{"pairs", cost.pairs},     {"touched", cost.touched},
-            {"full", cost.full},       {"partial", cost.partial},
-            {"empty", cost.empty},     {"tasks", plan.tasks},
-            {"threads", plan.threads}, {"scratch_bytes", plan.scratch_bytes * plan.threads}};
-  }
-
-  // Returns the spans (begin, end, lanes) of the rows row, row + step, ... Bit i of lanes is the i-th row.
-  std::vector<std::tuple<int64_t, int64_t, uint32_t>> spans(int64_t batch, int64_t head, int64_t row,
-                                                            int64_t step, int count, int64_t offset,
-                                                            const Operands& operands) const {
-    const Call call = make_call(operands, 0, 0, 0, offset);
-    Spans spans;
-    SpanFinder(code_, spec_, call).find({batch, head, row, step, count}, spans);
-    std::vector<std::tuple<int64_t, int64_t, uint32_t>> tuples;
-    for (const Span& span : spans) tuples.emplace_back(span.begin, span.end, span.lanes);
-    return tuples;
-  }
-
- private:
-  Spec spec_;
-  Ints code_;
-};
 
 // Writes the first counts[b] new rows of sample b to storage, from slot starts[b] on.
 void write_rows(const Write& rows, const Sequence<int64_t>& first_slots,
@@ -130,7 +23,8 @@ void write_rows(const Write& rows, const Sequence<int64_t>& first_slots,
 void bind_attention(nb::module_& m) {
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<const Spec&, const Sequence<int64_t>&>(), "spec"_a, "code"_a)
-      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "operands"_a)
+      .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "stats"_a, "residual"_a,
+           "offset"_a, "operands"_a)
       .def("decode", &Attention::decode, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "offset"_a, "Lk"_a,
            "k_scale"_a, "v_scale"_a, "table"_a, "table_stride"_a, "operands"_a, "token"_a.none())
       .def("decodes", &Attention::decodes)
@@ -139,6 +33,22 @@ void bind_attention(nb::module_& m) {
       .def("cost", &Attention::cost, "offset"_a, "operands"_a)
       .def("spans", &Attention::spans, "batch"_a, "head"_a, "row"_a, "step"_a, "count"_a, "offset"_a,
            "operands"_a);
+  nb::class_<Repeats>(m, "Repeats")
+      .def(nb::init<nb::capsule, nb::callable, nb::callable, nb::callable>(), "exchange"_a, "empty_like"_a,
+           "empty_strided"_a, "is_grad_enabled"_a)
+      .def(
+          "run",
+          [](const Repeats& self, nb::handle q, nb::handle k, nb::handle v, nb::handle program,
+             nb::handle offset, nb::handle bias, nb::handle scale, nb::handle softcap, nb::handle sink,
+             nb::handle dropout, nb::handle seed, nb::handle return_lse, nb::handle impl) {
+            return self.run(
+                {q, k, v, program, offset, bias, scale, softcap, sink, dropout, seed, return_lse, impl});
+          },
+          "q"_a.none(), "k"_a.none(), "v"_a.none(), "program"_a.none(), "offset"_a.none(), "bias"_a.none(),
+          "scale"_a.none(), "softcap"_a.none(), "sink"_a.none(), "dropout"_a.none(), "seed"_a.none(),
+          "return_lse"_a.none(), "impl"_a.none())
+      .def("remember", &Repeats::remember, "arguments"_a, "attention"_a, "spec"_a, "out"_a, "lse"_a.none())
+      .def("clear", &Repeats::clear);
   m.def("write", &write_rows, "rows"_a, "starts"_a, "counts"_a);
 }
 

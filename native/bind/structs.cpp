@@ -20,9 +20,8 @@ void bind_structs(nb::module_& m) {
          NEEDED(bias_stride), NEEDED(scale), NEEDED(softcap), NEEDED(drop_below), NEEDED(keep_scale),
          OPTIONAL(store), OPTIONAL(k_scale), OPTIONAL(v_scale), OPTIONAL(page), OPTIONAL(pages))
   STRUCT(MaskTensor, NEEDED(data), NEEDED(size), NEEDED(stride))
-  STRUCT(Operands, OPTIONAL(stats), OPTIONAL(residual), OPTIONAL(bias), OPTIONAL(by_head),
-         OPTIONAL(distance_low), OPTIONAL(distances), OPTIONAL(sink), OPTIONAL(offsets), OPTIONAL(seed),
-         OPTIONAL(origin), OPTIONAL(tensors))
+  STRUCT(Operands, OPTIONAL(bias), OPTIONAL(by_head), OPTIONAL(distance_low), OPTIONAL(distances),
+         OPTIONAL(sink), OPTIONAL(offsets), OPTIONAL(seed), OPTIONAL(origin), OPTIONAL(tensors))
   STRUCT(Gradients, NEEDED(out), NEEDED(residual), NEEDED(dout), NEEDED(dout_stride), NEEDED(dlse),
          NEEDED(stats), NEEDED(dq), NEEDED(dk), NEEDED(dk_stride), NEEDED(dv), NEEDED(dv_stride),
          NEEDED(dbias), NEEDED(dbias_stride), NEEDED(dby_head), NEEDED(dsink))

@@ -1,4 +1,6 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from typing_extensions import CapsuleType
 
 class Spec:
     def __init__(
@@ -37,8 +39,6 @@ class Operands:
     def __init__(
         self,
         *,
-        stats: int = 0,
-        residual: int = 0,
         bias: int = 0,
         by_head: int = 0,
         distance_low: int = 0,
@@ -190,7 +190,16 @@ class LinearGradients:
 class Attention:
     def __init__(self, spec: Spec, code: Sequence[int]) -> None: ...
     def forward(
-        self, q: int, k: int, v: int, out: int, lse: int, offset: int, operands: Operands
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        stats: int,
+        residual: int,
+        offset: int,
+        operands: Operands,
     ) -> None: ...
     def decode(
         self,
@@ -217,6 +226,31 @@ class Attention:
     def spans(
         self, batch: int, head: int, row: int, step: int, count: int, offset: int, operands: Operands
     ) -> list[tuple[int, int, int]]: ...
+
+class Repeats:
+    def __init__(
+        self, exchange: CapsuleType, empty_like: Callable, empty_strided: Callable, is_grad_enabled: Callable
+    ) -> None: ...
+    def run(
+        self,
+        q: object | None,
+        k: object | None,
+        v: object | None,
+        program: object | None,
+        offset: object | None,
+        bias: object | None,
+        scale: object | None,
+        softcap: object | None,
+        sink: object | None,
+        dropout: object | None,
+        seed: object | None,
+        return_lse: object | None,
+        impl: object | None,
+    ) -> object: ...
+    def remember(
+        self, arguments: tuple, attention: object, spec: object, out: object, lse: object | None
+    ) -> None: ...
+    def clear(self) -> None: ...
 
 def write(rows: Write, starts: Sequence[int], counts: Sequence[int]) -> None: ...
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import regard
 from regard import cache, facts, masks as M
 from regard._api import stored
+from regard._backends.native import repeat
 from regard._backends.native.core import _core
 from regard._call import make
 
@@ -100,6 +101,7 @@ def run(kind: str, failing: int = -1) -> tuple[list[Tensor], int]:
     """
     make.specs.clear()
     stored._prepared.clear()
+    repeat.forget()
     results: list[Tensor] = []
     PRELOADED.arm(failing)
     thread = threading.Thread(target=lambda: results.extend(KINDS[kind]()))

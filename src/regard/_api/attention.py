@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal, NoReturn, overload
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._autograd.attention import run
 from .._backends import reference
 from .._backends.dispatch import choose
+from .._backends.native.repeat import remember, repeat
 from .._call.dropout import DropoutOrigin
-from .._call.make import make
+from .._call.make import make, make_repeated
 from .._call.spec import Bias, Options, Spec, fast_new
 from .._tools.arguments import describe
 from .._tools.listeners import listeners, notify
+from .._tools.watching import in_autocast, is_watched
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from .packed import attend_jagged
@@ -112,13 +115,27 @@ def attention(
             f"attention: expected q, k and v by position, got also {describe(extra[0])}; write mask= for a "
             "mask or a bool tensor, bias= for a float tensor"
         )
+    repeatable = not (listeners or is_watched(q, k, v) or in_autocast() or forward_ad._current_level >= 0)
+    if repeatable:
+        program = mask.lower() if isinstance(mask, Mask) else mask
+        result = repeat(
+            q, k, v, program, offset, bias, scale, softcap, sink, dropout, seed, return_lse, impl
+        )  # fmt: skip
+        if result is not None:
+            if type(result) is not Spec:
+                return result  # type: ignore[no-any-return]
+            out, lse = run(make_repeated(result, q, k, v, mask), "native")
+            return out if lse is None else (out, lse)
     options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
     if type(q) is not Tensor and getattr(q, "is_nested", False):
         return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
     problem = make(q, k, v, options)
     if listeners:
         notify(q, k, **options.of_weights())
-    out, lse = run(problem, choose(problem, impl))
+    name = choose(problem, impl)
+    out, lse = run(problem, name)
+    if repeatable and name == "native":
+        remember((q, k, v, program, *options[1:], impl), problem, out, lse)
     return out if lse is None else (out, lse)
 
 

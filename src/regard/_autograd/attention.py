@@ -20,10 +20,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .._backends.dispatch import TABLE
 from .._backends.native import attention as _native
-from .._call.dropout import WHOLE
 from .._call.layout import canonical
 from .._call.make import any_needs_grad
-from .._call.spec import Problem
+from .._call.spec import Problem, fast_new
 from .._tools.watching import PLAIN, below_autograd, in_transform, is_legacy_batchedtensor, is_watched
 from . import ops as _ops, vmap as _vmap
 from .ops import FIELDS, INPUTS, N_SAVED, FlatCall
@@ -75,8 +74,8 @@ class RegardAttention(Function):
     def backward(ctx: Any, dout: Maybe, dlse: Maybe) -> tuple[Maybe, ...]:
         wanted, saved = ctx.needs_input_grad[:INPUTS], ctx.saved_tensors
         q, k, v, bias, by_head, sink, offset, out, stats, residual, *tensors = saved
-        p = Problem(ctx.spec, q, k, v, None, tuple(tensors), offset, bias, by_head, sink, ctx.seed, True)
-        p = p if ctx.origin is WHOLE else p._replace(origin=ctx.origin)
+        rest = (tuple(tensors), offset, bias, by_head, sink, ctx.seed, True, False, ctx.origin)
+        p = fast_new(Problem, (ctx.spec, q, k, v, None, *rest))
         moved = _all_strides(saved) != ctx.strides  # a saved-tensor hook may change the layout
         if dout is None or moved or _wants_graph() or is_watched(q, k, v):
             return *_backward(_ops.arguments(p), (out, stats, residual), dout, dlse, wanted), None
@@ -290,11 +289,12 @@ def check_mapped(*tensors: Maybe) -> None:
     """Raises NotImplementedError if one of the tensors is batched by PyTorch's legacy vmap."""
     if is_dynamo_compiling():
         return
-    if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
-        raise NotImplementedError(
-            "is_grads_batched=True and vectorize=True use an older vmap, which attention does not support; "
-            "use torch.func.jacrev, torch.func.jacfwd or torch.func.vmap"
-        )
+    for x in tensors:
+        if x is not None and is_legacy_batchedtensor(x):
+            raise NotImplementedError(
+                "is_grads_batched=True and vectorize=True use an older vmap, which attention does not "
+                "support; use torch.func.jacrev, torch.func.jacfwd or torch.func.vmap"
+            )
 
 
 def _refuse(derivative: str) -> NoReturn:

@@ -32,7 +32,7 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
 
     The shapes are q (..., Hq, Lq, D), k (..., Hkv, Lk, D) and v (..., Hkv, Lk, Dv).
     """
-    mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse = options
+    _, _, bias, scale, softcap, _, dropout, _, return_lse = options
     if (
         (scale is not None and type(scale) is not float)
         or (softcap is not None and type(softcap) is not float)
@@ -55,30 +55,19 @@ def make(q: Tensor, k: Tensor, v: Tensor, options: Options = NO_OPTIONS) -> Prob
     except Exception:
         check_tensors((q, k, v))
         raise
-    if bias is None and sink is None and seed is None and not dropout:
-        spec = specs.get(key) if mask is None and offset is None else _cached_spec(key, mask, offset)
-        if spec is not None and not spec.copied and not (q.is_neg() or k.is_neg() or v.is_neg()):
-            # Equals Problem(...) and takes half the time.
-            grad = needs_grad(q, k, v)
-            return fast_new(Problem, (spec, q, k, v, mask, (), None, None, None, None, 0, grad, False, WHOLE))
     return _make_general(key, q, k, v, options)
 
 
-def _cached_spec(key: Key, mask: Mask | Tensor | None, offset: int | Tensor | None) -> Spec | None:
-    """Returns the cached Spec of a call with a mask or an offset, or None if there is none.
+def make_repeated(spec: Spec, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Problem:
+    """Returns the Problem of a call that needs gradients and has been checked before.
 
-    Also returns None if mask or offset contains a tensor. Then `_make_general` looks up the Spec.
+    No tensor besides q, k and v takes part in the call.
     """
-    if type(offset) is not int and offset is not None:
-        return None
-    if mask is None:
-        return specs.get((key, None, offset, None, None))
-    program = mask.lower() if isinstance(mask, Mask) else None
-    return specs.get((key, program.code, offset, None, None)) if program and not program.tensors else None
+    return fast_new(Problem, (spec, q, k, v, mask, (), None, None, None, None, 0, True, False, WHOLE))
 
 
 def _make_general(key: Key | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Problem:
-    """Builds the Problem of any call. `make` is the fast path for calls with a known signature.
+    """Builds the Problem of a call whose numeric options are floats.
 
     `key` is None for a watched call. Then sizes may be symbolic, no Spec is cached, and no value of
     a tensor is read.

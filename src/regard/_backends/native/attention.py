@@ -51,8 +51,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     if operands is None:
         operands, keepalive = operands_of(problem)
     call.forward(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, spec.offset or 0, operands
-    )
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, 0, 0, spec.offset or 0,
+        operands,
+    )  # fmt: skip
     del keepalive
     return out if spec.rank == 4 else _restore_batch(out, spec), lse  # skips a function call at rank 4
 
@@ -76,17 +77,20 @@ class Saved(NamedTuple):
 def forward_saving(problem: Problem) -> Saved:
     """Runs the forward pass of a canonical problem and returns the tensors that backward needs."""
     spec, q, k, v = problem[:4]
-    call, like_q, _ = spec.memo.get("native") or prepare(spec, q)
+    call, like_q, operands = spec.memo.get("native") or prepare(spec, q)
     out = torch.empty_like(q) if like_q else empty_out(spec, q)
     lse = q.new_empty(spec.lse_shape, dtype=spec.lse_dtype) if spec.return_lse else None
     stats = q.new_empty((2, spec.B, spec.Hq, spec.Lq), dtype=spec.lse_dtype)
     residual = torch.empty_like(out) if spec.dtype.itemsize == 2 else None
     if type(out) is not Tensor and isinstance(out, FakeTensor):
         return Saved(out, lse, stats, residual)
-    operands, keepalive = operands_of(problem, stats, residual)
+    keepalive = None
+    if operands is None:
+        operands, keepalive = operands_of(problem)
     call.forward(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), address(lse), spec.offset or 0, operands
-    )
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), address(lse), stats.data_ptr(),
+        address(residual), spec.offset or 0, operands,
+    )  # fmt: skip
     del keepalive
     return Saved(out, lse, stats, residual)
 
@@ -115,7 +119,10 @@ def backward(
     grads = _empty_gradients(problem, wanted)
     dout = dout if dout.dtype is spec.dtype else dout.to(spec.dtype)
     dlse = dlse.to(spec.lse_dtype).contiguous() if dlse is not None else None
-    operands, keepalive = operands_of(problem)
+    call, _, operands = spec.memo.get("native") or prepare(spec, q)
+    keepalive = None
+    if operands is None:
+        operands, keepalive = operands_of(problem)
     gradients = _core.Gradients(
         out=out.data_ptr(), residual=address(residual), dout=dout.data_ptr(), dout_stride=dout.stride(),
         dlse=address(dlse), stats=stats.data_ptr(), dq=address(grads.q), dk=address(grads.k),
@@ -123,7 +130,6 @@ def backward(
         dbias=address(grads.bias), dbias_stride=_broadcast_strides(grads.bias),
         dby_head=address(grads.by_head), dsink=address(grads.sink),
     )  # fmt: skip
-    call = (spec.memo.get("native") or prepare(spec, q))[0]
     call.backward(q.data_ptr(), k.data_ptr(), v.data_ptr(), spec.offset or 0, operands, gradients)
     del keepalive
     return grads if grads.bias is None else grads._replace(bias=grads.bias.to(spec.bias_dtype))
@@ -136,7 +142,7 @@ def _empty_gradients(problem: Problem, wanted: tuple[bool, ...]) -> Gradients:
     like = torch.zeros_like if empty else torch.empty_like
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if wanted[0] else None
     dk, dv = like(k) if wanted[1] else None, like(v) if wanted[2] else None
-    if not any(wanted[3:]):
+    if True not in wanted[3:]:
         return Gradients(dq, dk, dv, None, None, None)
     return Gradients(
         dq, dk, dv, _empty_bias(problem) if wanted[3] else None,
@@ -231,9 +237,7 @@ def _outer(x: Tensor) -> tuple[int, int, int]:
     return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
 
 
-def operands_of(
-    problem: Problem, stats: Tensor | None = None, residual: Tensor | None = None
-) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
+def operands_of(problem: Problem) -> tuple[_core.Operands, tuple[Tensor | None, ...]]:
     """Returns the operands of a call: the seed and the addresses of all optional tensors.
 
     Also returns the tensors that must stay alive until the call ends.
@@ -245,8 +249,7 @@ def operands_of(
     operands = _core.Operands(
         bias=bias.data_ptr() if isinstance(bias, Tensor) else 0, by_head=address(by_head), distance_low=low,
         distances=count, sink=address(sink), offsets=address(offsets), seed=problem.seed,
-        origin=problem.origin, stats=address(stats), residual=address(residual),
-        tensors=_mask_tensors(problem),
+        origin=problem.origin, tensors=_mask_tensors(problem),
     )  # fmt: skip
     return operands, (by_head, sink, offsets)
 
