@@ -42,5 +42,5 @@ double read_probe(const float* data, int64_t count) {
 const Kernels REGARD_TABLE(kernels) = {
     REGARD_NAME(REGARD_ISA),        kPanel<Floats>,         kPanel<Doubles>,     REGARD_TABLE(forward),
     REGARD_TABLE(decode),           REGARD_TABLE(backward), REGARD_TABLE(write), REGARD_TABLE(linear),
-    REGARD_TABLE(linear_gradients), REGARD_TABLE(evidence), fma_probe,           read_probe,
+    REGARD_TABLE(linear_gradients), REGARD_TABLE(evidence), REGARD_TABLE(projection), fma_probe, read_probe,
 };

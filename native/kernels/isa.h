@@ -41,4 +41,5 @@ extern const BackwardKernels REGARD_TABLE(backward)[4];
 extern const WriteKernels REGARD_TABLE(write)[4];
 extern const LinearKernels REGARD_TABLE(linear)[4], REGARD_TABLE(linear_gradients)[4];
 extern const EvidenceKernels REGARD_TABLE(evidence)[4];
+extern const ProjectionKernels REGARD_TABLE(projection)[4];
 }

@@ -62,6 +62,14 @@ struct WriteKernels {
   void (*rows)(const NewRows&);
 };
 
+// Linear layers with few rows.
+struct ProjectionKernels {
+  int64_t (*packed_bytes)(const Projection&);
+  void (*pack)(const Projection&, void* packed);  // converts x to the compute type
+  // Computes columns [begin, end) of the output.
+  void (*run)(const Projection&, const void* packed, int64_t begin, int64_t end);
+};
+
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows of a panel
@@ -72,6 +80,7 @@ struct Kernels {
   const WriteKernels* write;
   const LinearKernels *linear, *linear_gradients;
   const EvidenceKernels* evidence;
+  const ProjectionKernels* projection;
   // Machine probes: return the floating point operations done, and a checksum of the bytes read.
   double (*fma_probe)(int64_t rounds);
   double (*read_probe)(const float* data, int64_t count);

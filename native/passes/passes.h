@@ -27,6 +27,9 @@ Outcome linear_forward(const LinearSpec& spec, const LinearCall& call, Interrupt
 Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const LinearGradients& grads,
                         Interrupt interrupt);
 
+// A linear layer with few rows. It takes milliseconds, so it cannot be interrupted.
+void project(const Projection& projection);
+
 // Counts the pairs that the mask allows, in the panels that forward processes.
 Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost);
 

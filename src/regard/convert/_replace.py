@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..nn import MultiheadAttention
+from ..nn import Linear, MultiheadAttention
 from ..nn.multihead import no_fast_path
 
-TORCH = nn.MultiheadAttention
+TORCH, OUTPUT = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
 REGARD = "regard"  # the `attn_implementation` that `regard.hf` registers
 BACKENDS = "_supports_attention_backend"
 
@@ -53,6 +54,7 @@ def _replace(model: nn.Module) -> tuple[str, ...]:
     switched = _switch(model, lambda hf_model: REGARD)
     for module in modules.values():
         module.__class__ = MultiheadAttention
+        _exchange(module.out_proj, OUTPUT, Linear)
         module.register_forward_pre_hook(no_fast_path)
     return *modules, *switched
 
@@ -90,8 +92,14 @@ def regard_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
             _set(hf_model, name)
 
 
+def _exchange(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    if type(module) is old:
+        module.__class__ = new
+
+
 def _restore(module: nn.Module) -> None:
     module.__class__ = TORCH
+    _exchange(module.out_proj, Linear, OUTPUT)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is no_fast_path]:
         del module._forward_pre_hooks[key]
 
