@@ -40,7 +40,17 @@ double read_probe(const float* data, int64_t count) {
 #define REGARD_NAME(isa) REGARD_TEXT(isa)
 
 const Kernels REGARD_TABLE(kernels) = {
-    REGARD_NAME(REGARD_ISA),        kPanel<Floats>,         kPanel<Doubles>,     REGARD_TABLE(forward),
-    REGARD_TABLE(decode),           REGARD_TABLE(backward), REGARD_TABLE(write), REGARD_TABLE(linear),
-    REGARD_TABLE(linear_gradients), REGARD_TABLE(evidence), REGARD_TABLE(projection), fma_probe, read_probe,
+    REGARD_NAME(REGARD_ISA),
+    kPanel<Floats>,
+    kPanel<Doubles>,
+    REGARD_TABLE(forward),
+    REGARD_TABLE(decode),
+    REGARD_TABLE(backward),
+    REGARD_TABLE(write),
+    REGARD_TABLE(linear),
+    REGARD_TABLE(linear_gradients),
+    REGARD_TABLE(evidence),
+    REGARD_TABLE(projection),
+    fma_probe,
+    read_probe,
 };

@@ -89,7 +89,7 @@ def regard_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
         for module in modules:
             _restore(module)
         for hf_model, name in before.items():
-            _set(hf_model, name)
+            set_implementation(hf_model, name)
 
 
 def _exchange(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
@@ -122,7 +122,7 @@ def _hf_models(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in models.items() if not declines_backends(type(m))} or models
 
 
-def _set(hf_model: Any, name: str) -> Exception | None:
+def set_implementation(hf_model: Any, name: str) -> Exception | None:
     """Sets `attn_implementation`. Returns the error that the model raises, or None."""
     try:
         hf_model.set_attn_implementation(name)
@@ -140,11 +140,11 @@ def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     hf_models = _hf_models(model)
     before = {name: m.config._attn_implementation for name, m in hf_models.items()}
     # An error does not matter if it comes from a submodel that cannot use the model's implementation.
-    errors = {name: _set(m, choice(m)) for name, m in hf_models.items()}
+    errors = {name: set_implementation(m, choice(m)) for name, m in hf_models.items()}
     refused = [name for name, m in hf_models.items() if m.config._attn_implementation != choice(m)]
     if refused:
         for name, m in hf_models.items():
-            _set(m, before[name])
+            set_implementation(m, before[name])
         name = refused[0]
         raise TypeError(
             f"model: expected models that support attn_implementation={choice(hf_models[name])!r}, but "
