@@ -143,7 +143,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             return self._split(linear(query, Wq, bq))[0], k, v
         matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else W.chunk(3)
         linears = zip((query, key, value), matrices, (None,) * 3 if b is None else b.chunk(3), strict=True)
-        q, k, v = (self._split(linear(*linear))[0] for linear in linears)
+        q, k, v = (self._split(linear(*layer))[0] for layer in linears)
         return q, k, v
 
     def _split(self, x: Tensor, n: int = 1) -> tuple[Tensor, ...]:
