@@ -4,7 +4,7 @@
 namespace regard {
 namespace {
 
-constexpr int64_t kInlineBytes = 1 << 16;  // bytes of the weight: below this, one thread is faster
+constexpr int64_t kInlineBytes = 1 << 18;  // bytes of the weight: below this, one thread is faster
 constexpr int64_t kBlock = 16;             // rows of the weight
 
 struct Job {

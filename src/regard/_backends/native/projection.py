@@ -8,9 +8,10 @@ from torch import Tensor
 from ..._tools.memory_errors import raise_if_out_of_memory
 from .core import DTYPES, _core, address
 
-# The largest number of rows with which the core is at least as fast as PyTorch, by dtype
-# (benchmarks/projections.py). For bfloat16, PyTorch has instructions that multiply it directly.
-MAX_ROWS = {torch.float32: 32, torch.float64: 32, torch.bfloat16: 8, torch.float16: 8}
+# With more rows than these, PyTorch may be faster (benchmarks/projections.py). For bfloat16, PyTorch
+# uses instructions that multiply without conversion, if the CPU has them.
+MAX_ROWS = {torch.float32: 32, torch.float64: 32, torch.float16: 32, torch.bfloat16: 8}
+DEEP, MAX_ROWS_DEEP = 1024, 4  # of bfloat16, if the depth exceeds DEEP
 
 
 def can_project(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -24,7 +25,7 @@ def can_project(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.layout is not torch.strided or x.layout is not torch.strided or x.is_nested or weight.ndim != 2:
         return False
     width, depth = weight.shape
-    if x.ndim == 0 or x.shape[-1] != depth or not 0 < x.numel() <= MAX_ROWS[dtype] * depth:
+    if x.ndim == 0 or x.shape[-1] != depth or not 0 < x.numel() <= _max_rows(dtype, depth) * depth:
         return False
     if weight.stride(1) != 1 or weight.is_neg() or x.is_neg() or not width:
         return False
@@ -35,6 +36,10 @@ def can_project(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and bias.stride(0) == 1
         and not bias.is_neg()
     )
+
+
+def _max_rows(dtype: torch.dtype, depth: int) -> int:
+    return MAX_ROWS_DEEP if dtype is torch.bfloat16 and depth > DEEP else MAX_ROWS[dtype]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
