@@ -278,4 +278,16 @@ struct LinearTask {
   void* stop_context;
 };
 
+// out = x W^T + bias, for few rows of x. Strides are in elements.
+struct Projection {
+  DType dtype;
+  int64_t rows, depth, width;  // rows of x and out; columns of x and W; rows of W, columns of out
+  const void* x;
+  int64_t x_row, x_column;
+  const void* weight;  // (width, depth), its columns contiguous
+  int64_t weight_row;
+  const void* bias;  // (width) contiguous, or null
+  void* out;         // (rows, width) contiguous
+};
+
 }  // namespace regard

@@ -104,6 +104,7 @@ NB_MODULE(_core, m) {
   bind_structs(m);
   bind_attention(m);
   bind_linear(m);
+  bind_projection(m);
   bind_machine(m);
   reserve_instances();
 }

@@ -108,5 +108,6 @@ struct Operands : Call {
 };
 
 void bind_structs(nb::module_& m);
+void bind_projection(nb::module_& m);
 
 }  // namespace regard

@@ -61,11 +61,19 @@ double read_probe(const float* data, int64_t count) {
 #define REGARD_SHARED(family) REGARD_POINTERS(REGARD_BASE_TABLE(family), REGARD_BASE_TABLE(family))
 
 const Kernels REGARD_TABLE(kernels) = {
-    REGARD_NAME(REGARD_ISA), kPanel<Floats>,
-    kPanel<Doubles>,         kPairs,
-    REGARD_OWN(forward),     REGARD_SHARED(decode),
-    REGARD_OWN(backward),    REGARD_SHARED(write),
-    REGARD_SHARED(linear),   REGARD_SHARED(linear_gradients),
-    REGARD_OWN(evidence),    fma_probe,
-    bfloat16_probe,          read_probe,
+    REGARD_NAME(REGARD_ISA),
+    kPanel<Floats>,
+    kPanel<Doubles>,
+    kPairs,
+    REGARD_OWN(forward),
+    REGARD_SHARED(decode),
+    REGARD_OWN(backward),
+    REGARD_SHARED(write),
+    REGARD_SHARED(linear),
+    REGARD_SHARED(linear_gradients),
+    REGARD_OWN(evidence),
+    REGARD_SHARED(projection),
+    fma_probe,
+    bfloat16_probe,
+    read_probe,
 };

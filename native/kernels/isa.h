@@ -69,4 +69,5 @@ extern const BackwardKernels REGARD_TABLE(backward)[4], REGARD_BASE_TABLE(backwa
 extern const WriteKernels REGARD_BASE_TABLE(write)[4];
 extern const LinearKernels REGARD_BASE_TABLE(linear)[4], REGARD_BASE_TABLE(linear_gradients)[4];
 extern const EvidenceKernels REGARD_TABLE(evidence)[4], REGARD_BASE_TABLE(evidence)[4];
+extern const ProjectionKernels REGARD_BASE_TABLE(projection)[4];
 }

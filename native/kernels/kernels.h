@@ -63,6 +63,14 @@ struct WriteKernels {
   void (*rows)(const NewRows&);
 };
 
+// Linear layers with few rows.
+struct ProjectionKernels {
+  int64_t (*packed_bytes)(const Projection&);
+  void (*pack)(const Projection&, void* packed);  // converts x to the compute type
+  // Computes columns [begin, end) of the output.
+  void (*run)(const Projection&, const void* packed, int64_t begin, int64_t end);
+};
+
 struct Kernels {
   const char* name;
   int panel_float, panel_double;  // query rows of a panel
@@ -74,6 +82,7 @@ struct Kernels {
   const WriteKernels* write[4];
   const LinearKernels *linear[4], *linear_gradients[4];
   const EvidenceKernels* evidence[4];
+  const ProjectionKernels* projection[4];
   // Machine probes: return the floating point operations done, in float and in the products of
   // bfloat16 numbers, and a checksum of the bytes read.
   double (*fma_probe)(int64_t rounds);

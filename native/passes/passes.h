@@ -33,6 +33,9 @@ Outcome linear_backward(const LinearSpec& spec, const LinearCall& call, const Li
 using Block = std::tuple<int64_t, int64_t>;
 void read_once(const std::vector<Block>& blocks, int threads);
 
+// A linear layer with few rows. It takes milliseconds, so it cannot be interrupted.
+void project(const Projection& projection);
+
 // Counts the pairs that the mask allows, in the panels that forward processes.
 Outcome count_pairs(const Spec& spec, const Call& call, const Ints& code, Interrupt interrupt, Cost& cost);
 

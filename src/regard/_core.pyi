@@ -258,6 +258,19 @@ LINEAR_SEGMENT: int = 512
 
 def linear_forward(spec: LinearSpec, call: LinearCall) -> None: ...
 def linear_backward(spec: LinearSpec, call: LinearCall, gradients: LinearGradients) -> None: ...
+def project(
+    dtype: int,
+    rows: int,
+    depth: int,
+    width: int,
+    x: int,
+    x_row: int,
+    x_column: int,
+    weight: int,
+    weight_row: int,
+    bias: int,
+    out: int,
+) -> None: ...
 def compiled() -> list[str]: ...
 def runnable() -> list[str]: ...
 def isa() -> str: ...

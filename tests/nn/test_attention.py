@@ -16,6 +16,7 @@ from torch.autograd import gradcheck
 
 import regard
 from regard import masks as M, packing
+from regard._api.projection import linear
 from regard.cache import LatentCache, LinearCache
 from regard.nn import Attention, Memory, MultiheadAttention, _weights
 from regard.nn._torch_masks import arguments
@@ -703,7 +704,7 @@ def test_forward_hooks_receive_the_projection() -> None:
         expected = module(x)
         module.qkv.register_forward_hook(lambda _, __, out: outputs.append(out))
         assert_close(module(x), expected)
-        assert torch.equal(outputs[0], torch.nn.functional.linear(x, module.qkv.weight, module.qkv.bias))
+        assert torch.equal(outputs[0], linear(x, module.qkv.weight, module.qkv.bias))
     assert_close(module(x), expected)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..nn import Attention
+from ..nn import Attention, Linear
 from ..positions import Rotary
 
 
@@ -67,7 +67,7 @@ def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
     """
     rows, columns = matrix.shape
     has_bias = like.bias is not None
-    layer = nn.Linear(columns - 1, rows, has_bias, device=like.weight.device, dtype=like.weight.dtype)
+    layer = Linear(columns - 1, rows, has_bias, device=like.weight.device, dtype=like.weight.dtype)
     with torch.no_grad():
         layer.weight.copy_(matrix[:, :-1])
         if has_bias:

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..nn import MultiheadAttention
+from ..nn import Linear, MultiheadAttention
 from ..nn.multihead import no_fast_path
 
-TORCH = nn.MultiheadAttention
+TORCH, OUTPUT = nn.MultiheadAttention, NonDynamicallyQuantizableLinear
 REGARD = "regard"  # the `attn_implementation` that `regard.hf` registers
 BACKENDS = "_supports_attention_backend"
 
@@ -53,6 +54,7 @@ def _replace(model: nn.Module) -> tuple[str, ...]:
     switched = _switch(model, lambda hf_model: REGARD)
     for module in modules.values():
         module.__class__ = MultiheadAttention
+        _exchange(module.out_proj, OUTPUT, Linear)
         module.register_forward_pre_hook(no_fast_path)
     return *modules, *switched
 
@@ -87,11 +89,17 @@ def regard_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
         for module in modules:
             _restore(module)
         for hf_model, name in before.items():
-            _set(hf_model, name)
+            set_implementation(hf_model, name)
+
+
+def _exchange(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    if type(module) is old:
+        module.__class__ = new
 
 
 def _restore(module: nn.Module) -> None:
     module.__class__ = TORCH
+    _exchange(module.out_proj, Linear, OUTPUT)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is no_fast_path]:
         del module._forward_pre_hooks[key]
 
@@ -114,7 +122,7 @@ def _hf_models(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in models.items() if not declines_backends(type(m))} or models
 
 
-def _set(hf_model: Any, name: str) -> Exception | None:
+def set_implementation(hf_model: Any, name: str) -> Exception | None:
     """Sets `attn_implementation`. Returns the error that the model raises, or None."""
     try:
         hf_model.set_attn_implementation(name)
@@ -132,11 +140,11 @@ def _switch(model: nn.Module, choice: Callable[[Any], str]) -> tuple[str, ...]:
     hf_models = _hf_models(model)
     before = {name: m.config._attn_implementation for name, m in hf_models.items()}
     # An error does not matter if it comes from a submodel that cannot use the model's implementation.
-    errors = {name: _set(m, choice(m)) for name, m in hf_models.items()}
+    errors = {name: set_implementation(m, choice(m)) for name, m in hf_models.items()}
     refused = [name for name, m in hf_models.items() if m.config._attn_implementation != choice(m)]
     if refused:
         for name, m in hf_models.items():
-            _set(m, before[name])
+            set_implementation(m, before[name])
         name = refused[0]
         raise TypeError(
             f"model: expected models that support attn_implementation={choice(hf_models[name])!r}, but "

@@ -342,9 +342,14 @@ def _largest_difference(before: Module, after: Module, x: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(before: Module, after: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the float64 outputs of both modules for x (B, L, d_model), in evaluation mode."""
+    """Returns the float64 outputs of both modules for x (B, L, d_model), in evaluation mode.
+
+    Runs one sample at a time, like `compare`: linear layers round differently with few rows.
+    """
     with evaluating(before, after):
-        return before(x).double(), after(x).double()
+        pairs = [(before(sample).double(), after(sample).double()) for sample in x.split(1)]
+    out, converted = (torch.cat(outputs) for outputs in zip(*pairs, strict=True))
+    return out, converted
 
 
 @torch.no_grad()

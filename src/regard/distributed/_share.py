@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._api.attention import attend_part, attention
 from .._api.packed import attend_packed
+from .._api.projection import linear
 from .._call.check import as_seed
 from .._call.dropout import DropoutOrigin
 from .._call.spec import QKV, learned
@@ -97,7 +98,7 @@ class SummedLinear(nn.Linear):
     share: LayerShare
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = summed(self.share.group, F.linear(x, self.weight))
+        out: Tensor = summed(self.share.group, linear(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 

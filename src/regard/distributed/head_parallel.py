@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._api.projection import Linear
 from ._divisions import Division
 from ._group import Group, check_mesh, group_of
 from ._share import DividedDropout, LayerShare, SummedLinear, load_local, prepare, save_whole
@@ -59,7 +60,7 @@ def _share_of(layer: Any, group: Group) -> LayerShare:
     if layer._share is not None:
         raise ValueError(f"module: expected a layer without HeadParallel, got {name} that already has it")
     outputs = [output for output in OUTPUTS if hasattr(layer, output)]
-    if type(getattr(layer, outputs[0])) is not nn.Linear:
+    if type(getattr(layer, outputs[0])) not in (nn.Linear, Linear):
         got = type(getattr(layer, outputs[0])).__name__
         raise TypeError(f"module: expected {name} with nn.Linear as {outputs[0]}, got {got}")
     units, key_units = layer._units

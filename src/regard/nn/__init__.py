@@ -1,5 +1,6 @@
 """Modules: attention layers with projections, feed-forward layers, and transformer blocks."""
 
+from .._api.projection import Linear
 from ._options import CacheLike, Memory
 from .additive import AdditiveAttention
 from .attention import Attention
@@ -27,7 +28,7 @@ from .performer import PerformerAttention
 __all__ = [
     "AdditiveAttention", "Attention", "BigBirdAttention", "Block", "CacheLike", "CausalSelfAttention",
     "CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "FeedForward", "GatedFeedForward",
-    "Graph", "GraphAttention", "GroupedQueryAttention", "LatentAttention", "LinearAttention",
+    "Graph", "GraphAttention", "GroupedQueryAttention", "LatentAttention", "Linear", "LinearAttention",
     "LinformerAttention", "LinformerProjection", "LongformerAttention", "Memory", "MultiQueryAttention",
     "MultiheadAttention", "PerformerAttention", "PostNorm", "PreNorm", "ScaledDotProductAttention",
     "SelfAttention", "Stack", "SwiGLU", "block_table",

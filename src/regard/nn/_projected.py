@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._api.projection import Linear
 from .._call.spec import QKV
 from .._tools.arguments import describe, probability
 from ._module import CheckedModule
@@ -25,8 +26,8 @@ class Projected(CheckedModule):
         super().__init__()
         self.d_model, self.heads, _, self.head_dim, _ = sizes(d_model, heads, head_dim=head_dim)
         self.dropout, inner = probability("dropout", dropout), heads * self.head_dim
-        self.query, self.key, self.value = (nn.Linear(d_model, inner, bias, device, dtype) for _ in range(3))
-        self.out = nn.Linear(inner, d_model, device=device, dtype=dtype) if out else nn.Identity()
+        self.query, self.key, self.value = (Linear(d_model, inner, bias, device, dtype) for _ in range(3))
+        self.out = Linear(inner, d_model, device=device, dtype=dtype) if out else nn.Identity()
 
     def _check(self, x: Tensor, name: str = "x") -> None:
         if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3 or x.shape[-1] != self.d_model:

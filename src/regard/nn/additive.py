@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._api.attention import check_weights
+from .._api.projection import Linear
 from .._autograd import additive
 from .._call.additive import check
 from .._tools.arguments import count, describe, probability
@@ -60,8 +61,8 @@ class AdditiveAttention(ContextInputs):
         self.kv_heads, self.head_dim, self.value_dim = 1, self.hidden, self._value_width
         self.mask, self.dropout = checked_mask(mask), probability("dropout", dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q = nn.Linear(self.d_model, self.hidden, bias, **factory)
-        self.k = nn.Linear(self._context_width, self.hidden, False, **factory)
+        self.q = Linear(self.d_model, self.hidden, bias, **factory)
+        self.k = Linear(self._context_width, self.hidden, False, **factory)
         self.score = nn.Parameter(torch.empty(self.hidden, **factory))
         nn.init.uniform_(self.score, -(self.hidden**-0.5), self.hidden**-0.5)  # as nn.Linear(hidden, 1)
 

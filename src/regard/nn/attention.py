@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._api.projection import Linear, linear
 from .._call.spec import QKV
 from .._tools.arguments import count, probability
 from .._tools.watching import is_watched
@@ -94,9 +94,9 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, factory)
         joined = self.heads * self.value_dim
-        self.gate = nn.Linear(d_model, joined, False, **factory) if gate else None
+        self.gate = Linear(d_model, joined, False, **factory) if gate else None
         out_bias = bias if out_bias is None else out_bias
-        self.out: nn.Linear = nn.Linear(joined, d_model, out_bias, **factory) if out else nn.Identity()  # type: ignore[assignment]
+        self.out: nn.Linear = Linear(joined, d_model, out_bias, **factory) if out else nn.Identity()  # type: ignore[assignment]
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**factory)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim).to(**factory)
         self.position = _checked_rule(position, self)
@@ -105,14 +105,14 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
         queries, keys, values = self._widths
         if self.value_model is not None:
-            self.q = nn.Linear(self.d_model, queries, bias, **factory)
-            self.k = nn.Linear(self._context_width, keys, bias, **factory)
-            self.v = nn.Linear(self.value_model, values, bias, **factory)
+            self.q = Linear(self.d_model, queries, bias, **factory)
+            self.k = Linear(self._context_width, keys, bias, **factory)
+            self.v = Linear(self.value_model, values, bias, **factory)
         elif self.kv_model is not None:
-            self.q = nn.Linear(self.d_model, queries, bias, **factory)
-            self.kv = nn.Linear(self.kv_model, keys + values, bias, **factory)
+            self.q = Linear(self.d_model, queries, bias, **factory)
+            self.kv = Linear(self.kv_model, keys + values, bias, **factory)
         else:
-            self.qkv = nn.Linear(self.d_model, queries + keys + values, bias, **factory)
+            self.qkv = Linear(self.d_model, queries + keys + values, bias, **factory)
 
     @property
     def _units(self) -> tuple[int, int]:
@@ -248,7 +248,7 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         if context is None and packed:
             q, k, v = self.qkv(x).split(self._widths, -1)
             return split_heads(q, self.heads), *self._normed_keys(k, v)
-        q = split_heads(F.linear(x, *self._qkv_rows()[0]) if packed else self.q(x), self.heads)
+        q = split_heads(linear(x, *self._qkv_rows()[0]) if packed else self.q(x), self.heads)
         if isinstance(context, Memory):
             return q, *context
         return q, *self._keys(x if context is None else context, value)
@@ -259,11 +259,11 @@ class Attention(AttentionLayer, ContextInputs, GroupedHeads):
         if self.value_model is not None:
             return self._normed_keys(self.k(context), self.v(context if value is None else value))
         if value is None:
-            kv = F.linear(context, *self._qkv_rows()[1]) if self.kv_model is None else self.kv(context)
+            kv = linear(context, *self._qkv_rows()[1]) if self.kv_model is None else self.kv(context)
             return self._normed_keys(*kv.split((keys, values), -1))
         weight, bias = self._qkv_rows()[1] if self.kv_model is None else (self.kv.weight, self.kv.bias)
         k_row, v_row = _split_rows(weight, bias, keys)
-        return self._normed_keys(F.linear(context, *k_row), F.linear(value, *v_row))
+        return self._normed_keys(linear(context, *k_row), linear(value, *v_row))
 
     def _qkv_rows(self) -> tuple[LinearRows, LinearRows]:
         """Splits weight and bias of `qkv` into the rows for queries and for keys and values."""

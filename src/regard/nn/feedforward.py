@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._api.projection import Linear
 from ._sizes import Run, rows
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class FeedForward(HiddenLayer):
     ) -> None:  # fmt: skip
         super().__init__()
         hidden = 4 * d_model if hidden is None else hidden
-        self.up = nn.Linear(d_model, hidden, bias, device, dtype)
+        self.up = Linear(d_model, hidden, bias, device, dtype)
         self.activation, self.dropout = activation, nn.Dropout(dropout)
-        self.down = nn.Linear(hidden, d_model, bias, device, dtype)
+        self.down = Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to x (..., d_model). The output has x's shape."""
@@ -82,9 +83,9 @@ class GatedFeedForward(HiddenLayer):
     ) -> None:  # fmt: skip
         super().__init__()
         hidden = -(-d_model // 3) * 8 if hidden is None else hidden
-        self.gate_up = nn.Linear(d_model, 2 * hidden, bias, device, dtype)
+        self.gate_up = Linear(d_model, 2 * hidden, bias, device, dtype)
         self.activation, self.dropout = activation, nn.Dropout(dropout)
-        self.down = nn.Linear(hidden, d_model, bias, device, dtype)
+        self.down = Linear(hidden, d_model, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to x (..., d_model). The output has x's shape."""

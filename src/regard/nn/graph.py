@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._api.projection import Linear
 from .._tools.arguments import count, describe, holds_integers, number, probability, tensor_of
 from ._module import CheckedModule
 from ._sizes import join_heads, split_heads
@@ -170,7 +171,7 @@ class GraphAttention(CheckedModule):
         if not math.isfinite(self.slope):
             raise ValueError(f"slope: expected a finite number, got {slope}")
         self.dropout = probability("dropout", dropout)
-        self.project = nn.Linear(d_in, heads * d_head, bias=False)
+        self.project = Linear(d_in, heads * d_head, bias=False)
         self.source, self.target = (nn.Parameter(torch.empty(heads, d_head)) for _ in range(2))
         self.bias = nn.Parameter(torch.zeros(d_head if mean else heads * d_head)) if bias else None
         for weight in (self.project.weight, self.source, self.target):

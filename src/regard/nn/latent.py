@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._api.attention import attention
+from .._api.projection import Linear
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, probability
 from .._tools.words import check_keywords, hide_unknown, unknown_keyword
@@ -123,15 +124,15 @@ class LatentAttention(AttentionLayer):
     ) -> None:
         queries = self.heads * (self.nope_dim + self.rope_dim)
         if self.q_rank is None:
-            self.q = nn.Linear(self.d_model, queries, bias, **factory)
+            self.q = Linear(self.d_model, queries, bias, **factory)
         else:
-            self.q_down = nn.Linear(self.d_model, self.q_rank, bias, **factory)
+            self.q_down = Linear(self.d_model, self.q_rank, bias, **factory)
             self.q_norm = nn.Identity() if norm is None else norm(self.q_rank).to(**factory)
-            self.q_up = nn.Linear(self.q_rank, queries, False, **factory)
-        self.kv_down = nn.Linear(self.d_model, self.rank + self.rope_dim, bias, **factory)
+            self.q_up = Linear(self.q_rank, queries, False, **factory)
+        self.kv_down = Linear(self.d_model, self.rank + self.rope_dim, bias, **factory)
         self.kv_norm = nn.Identity() if norm is None else norm(self.rank).to(**factory)
-        self.kv_up = nn.Linear(self.rank, self.heads * (self.nope_dim + self.value_dim), False, **factory)
-        self.out = nn.Linear(self.heads * self.value_dim, self.d_model, out_bias, **factory)
+        self.kv_up = Linear(self.rank, self.heads * (self.nope_dim + self.value_dim), False, **factory)
+        self.out = Linear(self.heads * self.value_dim, self.d_model, out_bias, **factory)
 
     @property
     def _units(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._api.linear_attention import FeatureMap, feature_map_of, linear_attention
+from .._api.projection import Linear
 from .._tools.arguments import count, describe
 from ..cache import LinearCache
 from ._options import is_nested
@@ -76,13 +77,13 @@ class LinearAttention(GroupedHeads):
         self._check_options(decay, delta)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         joined = heads * self.value_dim
-        self.qkv = nn.Linear(d_model, sum(self._widths), bias, **factory)
+        self.qkv = Linear(d_model, sum(self._widths), bias, **factory)
         self.head_decay = nn.Parameter(_retnet_logits(self.kv_heads, factory)) if decay == "head" else None
         self.token_decay = _decay_projection(d_model, self.kv_heads, factory) if decay == "token" else None
-        self.beta = nn.Linear(d_model, self.kv_heads, True, **factory) if delta else None
+        self.beta = Linear(d_model, self.kv_heads, True, **factory) if delta else None
         self.out_norm = None if out_norm is None else out_norm(self.value_dim).to(**factory)
-        self.gate = nn.Linear(d_model, joined, False, **factory) if gate else None
-        self.out = nn.Linear(joined, d_model, bias, **factory)
+        self.gate = Linear(d_model, joined, False, **factory) if gate else None
+        self.out = Linear(joined, d_model, bias, **factory)
 
     def _check_options(self, decay: object, delta: bool) -> None:
         if decay not in (None, "head", "token"):
@@ -174,6 +175,6 @@ def _retnet_logits(heads: int, factory: dict[str, Any]) -> Tensor:
 
 def _decay_projection(d_model: int, heads: int, factory: dict[str, Any]) -> nn.Linear:
     """Returns a projection to decay logits. The initial decay factor is about 0.98."""
-    projection = nn.Linear(d_model, heads, True, **factory)
+    projection = Linear(d_model, heads, True, **factory)
     nn.init.constant_(projection.bias, 4.0)
     return projection

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
 from .._api.attention import attention
 from .._api.merge import merge
+from .._api.projection import Linear
 from .._call.spec import QKV
 from .._tools.arguments import count, describe, readable, tensor_of
 from ..masks import Dense, Documents, Global, Lengths, Mask, Not, PerHead, longformer
@@ -85,7 +86,7 @@ class LongformerAttention(Projected):
     ) -> None:  # fmt: skip
         super().__init__(d_model, heads, head_dim, bias, out, dropout, device, dtype)
         self.query_global, self.key_global, self.value_global = (
-            nn.Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
+            Linear(d_model, heads * self.head_dim, bias, device, dtype) for _ in range(3)
         )
         self.window, self.dilation = distances("window", window), _steps(dilation, heads)
         self.mask = _local_mask(self.window, self.dilation)
@@ -160,13 +161,13 @@ class LongformerAttention(Projected):
     def _absorbs(self, n: int) -> bool:
         """Returns whether to use the absorbed form (`_absorbed`), which needs no keys and values.
 
-        In evaluation, it is used if the projections are plain `nn.Linear` layers and it is cheaper
+        In evaluation, it is used if the projections are plain `Linear` layers and it is cheaper
         for n global tokens. Per token and head, the absorbed form takes 2 * n * d_model
         multiplications; the usual form takes 2 * d_model * D for keys and values and 2 * n * D for
         attention. Training always uses the usual form, because `_absorbed` has no dropout and does
         not run hooks on the projections.
         """
-        is_linear = type(self.key_global) is type(self.value_global) is nn.Linear
+        is_linear = type(self.key_global) is type(self.value_global) is Linear
         is_cheaper = n * (self.d_model - self.head_dim) < self.d_model * self.head_dim
         return is_linear and is_cheaper and not self.training
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.types import Device
 
 from .. import packing
 from .._api.attention import attention
+from .._api.projection import Linear, linear
 from .._call.spec import QKV
 from .._tools.arguments import probability
 from ..masks import Arguments, Causal, Lengths, Mask
@@ -58,6 +58,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             embed_dim, num_heads, probability("dropout", dropout), bias, add_bias_kv, add_zero_attn, kdim,
             vdim, batch_first, device, dtype,
         )  # fmt: skip
+        self.out_proj.__class__ = Linear
         self.register_forward_pre_hook(no_fast_path)
 
     def forward(
@@ -133,16 +134,16 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
         """
         W, b, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if W is not None and query is key and key is value:
-            q, k, v = self._split(F.linear(query, W, b), 3)
+            q, k, v = self._split(linear(query, W, b), 3)
             return q, k, v
         if W is not None and key is value:
             Wq, Wkv = W.split((E, 2 * E))
             bq, bkv = (None, None) if b is None else b.split((E, 2 * E))
-            k, v = self._split(F.linear(key, Wkv, bkv), 2)
-            return self._split(F.linear(query, Wq, bq))[0], k, v
+            k, v = self._split(linear(key, Wkv, bkv), 2)
+            return self._split(linear(query, Wq, bq))[0], k, v
         matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if W is None else W.chunk(3)
         linears = zip((query, key, value), matrices, (None,) * 3 if b is None else b.chunk(3), strict=True)
-        q, k, v = (self._split(F.linear(*linear))[0] for linear in linears)
+        q, k, v = (self._split(linear(*layer))[0] for layer in linears)
         return q, k, v
 
     def _split(self, x: Tensor, n: int = 1) -> tuple[Tensor, ...]:
