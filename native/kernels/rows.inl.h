@@ -114,17 +114,27 @@ Number<V> max_of_row(const Number<V>* scores, int64_t n) {
   return lane[0];
 }
 
-// Replaces scores by 2^(scores - shift). Returns their sum.
+// Replaces scores by 2^(scores - shift). Returns their sum, whose order does not depend on V::N: two
+// sums with the lanes of a cache line are added, then the lanes.
 template <class V>
 Number<V> exponentiate_row(Number<V>* scores, int64_t n, V shift) {
-  V sum[2] = {Lanes<V>::zero(), Lanes<V>::zero()};
-  for (int64_t c = 0; c < n; c += V::N) {
+  constexpr int kParts = 64 / sizeof(V), kPartials = 2 * kParts;
+  V sum[kPartials];
+  for (V& part : sum) part = Lanes<V>::zero();
+  const auto add = [&](int64_t c, V& part) REGARD_ALWAYS {
     const V weight = exp2(Lanes<V>::load(scores + c) - shift);
     Lanes<V>::store(scores + c, weight);
-    V& partial = sum[c / V::N & 1];
-    partial = partial + weight;
-  }
-  return lane_sum(sum[0] + sum[1]);
+    part = part + weight;
+  };
+  int64_t c = 0;
+  for (; c + kPartials * V::N <= n; c += kPartials * V::N)
+    UNROLLED (i, kPartials) add(c + i * V::N, sum[i]);
+  UNROLLED (i, kPartials)
+    if (c + i * V::N < n) add(c + i * V::N, sum[i]);
+  Number<V> lane[kParts * V::N], total = 0;
+  for (int i = 0; i < kParts; ++i) Lanes<V>::store(lane + i * V::N, sum[i] + sum[kParts + i]);
+  for (const Number<V> x : lane) total += x;
+  return total;
 }
 
 template <class V>

@@ -107,6 +107,22 @@ def test_threads_and_batches_do_not_change_a_bit(isa: str, name: str, Lq: int) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 5])
+def test_the_width_of_a_vector_changes_no_bit(dtype: torch.dtype, group: int) -> None:
+    if not {"avx2", "avx512"} <= {*core.isas()}:
+        pytest.skip("needs a CPU with AVX-512")
+    for D, Lk in ((64, 1100), (40, 97), (3, 513), (130, 33)):
+        q, k, v = tensors(2, 2 * group, 2, 1, Lk, D, 64, dtype=dtype)
+        results = []
+        for name in ("avx2", "avx512"):
+            with core.use_isa(name):
+                results.append(
+                    native(q, k, v, mask=M.Lengths([Lk, Lk // 2 + 1]), bias=Alibi.standard(2 * group))
+                )
+        assert torch.equal(*results), (D, Lk)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_keys(isa: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(2, 8, 2, 1, 600, 40, 24, dtype=dtype)
     want = native(q, k, v)
