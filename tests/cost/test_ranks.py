@@ -155,7 +155,8 @@ def test_thousands_of_ranks() -> None:
     [
         (lambda: cost.over_ranks(LAYER, 0), ValueError, "ranks: expected an integer from 1"),
         (lambda: cost.over_ranks(LAYER, 2.0), TypeError, "ranks: expected an int, got"),
-        (lambda: cost.over_ranks(replace(LAYER, Lq=9), 10), ValueError, "ranks: expected at most one for"),
+        (lambda: cost.over_ranks(replace(LAYER, Lq=9), 10), ValueError, "ranks: expected at most 9, for 9"),
+        (lambda: cost.over_ranks(LAYER, 8193), ValueError, "ranks: expected at most 8,192, for 1,000,000"),
         (lambda: cost.over_ranks(LAYER, 8, flops=0.0), ValueError, "flops: expected a positive number"),
         (lambda: cost.over_ranks(LAYER, 8, flops="x"), TypeError, "flops: expected a number"),
         (lambda: cost.over_ranks(LAYER, 8, passes="both"), ValueError, "passes: expected one of forward"),

@@ -23,6 +23,7 @@ from ._steps import Steps
 RankPass = Literal["forward", "training"]
 FLOPS = 5e12  # of a rank: about 64 cores
 MOST_TOKENS = 2**31  # numbers of pairs are int64
+MOST_RANKS = 2**13  # two integers for each pair of ranks: 1 GiB
 
 
 def over_ranks(
@@ -35,7 +36,7 @@ def over_ranks(
 
     Args:
         call: the call in one process. Its mask is the same for all samples and heads.
-        ranks: number of processes. With a mask that is no `Window`, at most about 128.
+        ranks: number of processes, at most 8,192. With a mask that is no `Window`, about 128.
         layout: as in `distributed.attention`. Default: `zigzag` for `Causal()`, else `contiguous`.
         flops: FLOP/s that the kernels of a rank reach.
         link: bandwidth and latency of a rank's link. Default: `RankLink()`.
@@ -68,8 +69,8 @@ def _checked(call: CallSpec, ranks: int, layout: Layout | None, flops: float, pa
         raise ValueError("call: expected self-attention without bias and shared, got another call")
     if call.Lq > MOST_TOKENS:
         raise ValueError(f"call: expected at most {MOST_TOKENS:,} tokens, got Lq = {call.Lq:,}")
-    if count("ranks", ranks, 1) > call.Lq:
-        raise ValueError(f"ranks: expected at most one for each of {call.Lq:,} tokens, got {ranks:,}")
+    if count("ranks", ranks, 1) > (most := min(call.Lq, MOST_RANKS)):
+        raise ValueError(f"ranks: expected at most {most:,}, for {call.Lq:,} tokens, got {ranks:,}")
     if layout is None:
         return (zigzag if call.mask == Causal() else contiguous)(call.Lq, ranks)
     if not isinstance(layout, Layout) or (layout.L, layout.ranks) != (call.Lq, ranks):
