@@ -17,7 +17,7 @@ from regard._call.dropout import keep_mask
 from regard.scores import Alibi
 from support import HAVE_CORE, assert_close, rel_l2, repeats
 from support.contract import KINDS, NAN, broken_values, masks_over, rows_without_keys, same_bits
-from support.forward import DTYPES, INF, Call, Sampler, faults, sample
+from support.forward import DTYPES, INF, Call, Sampler, faults, multiplies_pairs, rounded_weights, sample
 
 pytestmark = pytest.mark.skipif(not HAVE_CORE, reason="regard._core is not built")
 
@@ -176,11 +176,12 @@ def check_against_clean(
     """Checks that `rows`, which do not attend to key j, are the same as with zeros in key j."""
     k, v = k.clone(), v.clone()
     k[:, :, j], v[:, :, j] = 0, 0
-    want, want_lse = Call(q, k, v, options, core.info()["isa"]).expected()
+    call = Call(q, k, v, options, core.info()["isa"])
+    want, want_lse = call.expected()
     dtype = out.dtype
-    assert rel_l2(out[rows], want[rows]) <= (1e-12 if dtype is torch.float64 else 1e-6) + 1.01 * rel_l2(
-        want[rows].to(dtype), want[rows]
-    )
+    limit = 1.01 * rel_l2(want[rows].to(dtype), want[rows])
+    limit += rounded_weights(call, want, rows) if multiplies_pairs(call) else 0.0
+    assert rel_l2(out[rows], want[rows]) <= (1e-12 if dtype is torch.float64 else 1e-6) + limit
     finite = want_lse[rows] != -INF
     assert_close(lse[rows][finite], want_lse[rows][finite], rtol=2e-6, atol=2e-6)
 
@@ -540,8 +541,12 @@ def test_subnormal_inputs(isa: str, dtype: torch.dtype) -> None:
     small = (v * tiny).to(dtype)
     assert small.ne(0).any()
     out, _ = native(q.to(dtype), k.to(dtype), small)
-    want, _ = Call(q.to(dtype), k.to(dtype), small, {}, isa).expected()
-    assert rel_l2(out, want) < 1e-5 + 1.01 * rel_l2(want.to(dtype), want)
+    call = Call(q.to(dtype), k.to(dtype), small, {}, isa)
+    want, _ = call.expected()
+    if multiplies_pairs(call):  # subnormal products count as 0
+        assert (out.double() - want).abs().max() <= small.double().abs().max()
+    else:
+        assert rel_l2(out, want) < 1e-5 + 1.01 * rel_l2(want.to(dtype), want)
     assert not faults(Call((q * tiny).to(dtype), k.to(dtype), v.to(dtype), {}, isa))
 
 

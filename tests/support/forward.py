@@ -120,8 +120,8 @@ def multiplies_pairs(call: Call) -> bool:
         return core.products(call.q.dtype) == core.PAIRS and not decode
 
 
-def rounded_weights(call: Call, want: Tensor) -> float:
-    """Returns the relative error that rounding all weights to bfloat16 may cause.
+def rounded_weights(call: Call, want: Tensor, rows: Any = ...) -> float:
+    """Returns the relative error of some rows that rounding all weights to bfloat16 may cause.
 
     Weights may be wrong by 2**-9, in the sum of values and in the sum that it is divided by. So the
     error of weight p_ij moves the output by kept_ij v_j - p_ij out_i. Terms of two keys may add up.
@@ -133,8 +133,8 @@ def rounded_weights(call: Call, want: Tensor) -> float:
     v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     squares = kept.square() @ v.square() - 2 * want * ((kept * p) @ v)
     squares = squares + want.square() * p.square().sum(-1, keepdim=True)
-    norm = torch.linalg.vector_norm(want).item() or 1.0
-    return 2.0**-8.5 * squares.clamp(min=0).sum().sqrt().item() / norm
+    norm = torch.linalg.vector_norm(want[rows]).item() or 1.0
+    return 2.0**-8.5 * squares[rows].clamp(min=0).sum().sqrt().item() / norm
 
 
 def computed(dtype: torch.dtype, lse: Tensor) -> float:
