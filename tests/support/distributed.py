@@ -88,7 +88,11 @@ def single(x: Sharded) -> list[Tensor]:
 
 def on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
     """Returns out, the LSE and all gradients of a rank's shard."""
-    _travel.PART_BYTES = x.part_bytes
+    with mock.patch.object(_travel, "PART_BYTES", x.part_bytes):
+        return _on_rank(mesh, x)
+
+
+def _on_rank(mesh: DeviceMesh, x: Sharded) -> list[Tensor]:
     rank = mesh.get_rank() if mesh.ndim == 2 else mesh.get_local_rank()
     layouts = x.layout if isinstance(x.layout, tuple) else (x.layout, x.layout)
     options, leaves = _parameters(x.options)
@@ -133,8 +137,9 @@ def check(
 def bytes_sent(mesh: DeviceMesh, x: Sharded) -> int:
     layout, rank = x.layout, mesh.get_local_rank()
     q, k, v = (D.shard(t, layout, rank, 2) for t in (x.q, x.k, x.v))
-    _group.sent_bytes, _travel.PART_BYTES = 0, x.part_bytes
-    D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
+    _group.sent_bytes = 0
+    with mock.patch.object(_travel, "PART_BYTES", x.part_bytes):
+        D.attention(q, k, v, mesh=mesh, layout=layout, method=x.method, **x.options)
     return _group.sent_bytes
 
 

@@ -115,18 +115,23 @@ def attention(
             f"attention: expected q, k and v by position, got also {describe(extra[0])}; write mask= for a "
             "mask or a bool tensor, bias= for a float tensor"
         )
+    options = (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse)
+    return _attend(q, k, v, options, impl)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], impl: str) -> Any:
+    """Computes `attention` with the values of its Options. A repeated call skips the checks."""
+    mask = values[0]
     repeatable = not (listeners or is_watched(q, k, v) or in_autocast() or forward_ad._current_level >= 0)
     if repeatable:
         program = mask.lower() if isinstance(mask, Mask) else mask
-        result = repeat(
-            q, k, v, program, offset, bias, scale, softcap, sink, dropout, seed, return_lse, impl
-        )  # fmt: skip
+        result = repeat(q, k, v, program, *values[1:], impl)
         if result is not None:
             if type(result) is not Spec:
-                return result  # type: ignore[no-any-return]
+                return result
             out, lse = run(make_repeated(result, q, k, v, mask), "native")
             return out if lse is None else (out, lse)
-    options = fast_new(Options, (mask, offset, bias, scale, softcap, sink, dropout, seed, return_lse))
+    options = fast_new(Options, values)
     if type(q) is not Tensor and getattr(q, "is_nested", False):
         return attend_jagged(attention, q, k, v, **options._asdict(), impl=impl)
     problem = make(q, k, v, options)
@@ -135,7 +140,7 @@ def attention(
     name = choose(problem, impl)
     out, lse = run(problem, name)
     if repeatable and name == "native":
-        remember((q, k, v, program, *options[1:], impl), problem, out, lse)
+        remember((q, k, v, program, *values[1:], impl), problem, out, lse)
     return out if lse is None else (out, lse)
 
 

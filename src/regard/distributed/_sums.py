@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from .._tools.watching import uncompiled
 from ._group import Group, named
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def summed(group: Group, x: Tensor) -> Tensor:
     """Returns the sum of the ranks' tensors x, bitwise the same on all ranks."""
     out: Tensor = Sum.apply(group, x)  # type: ignore[no-untyped-call]
     return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def replicated(group: Group, x: Tensor) -> Tensor:
     """Returns x, which all ranks have. Its gradient is the sum of the ranks' gradients."""
     out: Tensor = Replicate.apply(group, x) if x.requires_grad else x  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.spec import Bias, Options
+from .._tools.watching import uncompiled
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from ._agree import agree
@@ -75,7 +76,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attend_heads(
     part: tuple[int, int] | None, q: Tensor, k: Tensor, v: Tensor, options: Options, mesh: DeviceMesh,
     layout: Layouts | None = None, method: str = "auto", debug: bool | None = None, impl: str = "auto",

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.spec import Options
 from .._tools.arguments import count, describe
+from .._tools.watching import uncompiled
 from .._tools.words import hide_unknown, unknown_keyword
 from ..masks import Mask
 from ._agree import agree, refuse_dtensors
@@ -22,7 +23,7 @@ Layouts = Layout | tuple[Layout, Layout]
 
 
 @hide_unknown
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def latent_attention(
     q: Tensor, latent: Tensor, up: Tensor | None = None, *, rank: int, mesh: DeviceMesh,
     layout: Layouts | None = None, method: str = "auto", debug: bool | None = None,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._api.linear_attention import FeatureMap, linear_attention as on_one_rank
 from .._call.linear import LinearOptions, LinearState
+from .._tools.watching import uncompiled
 from .._tools.words import hide_unknown, unknown_keyword
 from ._agree import place
 from ._agree_linear import Agreed, agree_linear
@@ -22,7 +23,7 @@ Layouts = Layout | tuple[Layout, Layout]
 
 
 @hide_unknown
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, layout: Layouts | None = None,
     debug: bool | None = None, causal: bool = True, feature_map: str | FeatureMap | None = None,

@@ -5,7 +5,7 @@ try:
     from ._cache import Cache as Cache
     from ._register import register as register
 except ModuleNotFoundError as error:
-    if error.name != "transformers":
+    if (error.name or "").partition(".")[0] != "transformers":
         raise
     raise ImportError("regard.hf needs Transformers: pip install 'regard[hf]'") from error
 
