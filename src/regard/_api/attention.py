@@ -119,7 +119,9 @@ def attention(
     return _attend(q, k, v, options, impl)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], impl: str) -> Any:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], impl: str
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `attention` with the values of its Options. A repeated call skips the checks."""
     mask = values[0]
     repeatable = not (listeners or is_watched(q, k, v) or in_autocast() or forward_ad._current_level >= 0)
@@ -128,7 +130,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], impl: str)
         result = repeat(q, k, v, program, *values[1:], impl)
         if result is not None:
             if type(result) is not Spec:
-                return result
+                return result  # type: ignore[no-any-return]
             out, lse = run(make_repeated(result, q, k, v, mask), "native")
             return out if lse is None else (out, lse)
     options = fast_new(Options, values)

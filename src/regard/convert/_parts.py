@@ -60,7 +60,7 @@ def affine(layer: nn.Linear) -> Tensor:
     return torch.cat((weight, bias[:, None]), 1)
 
 
-def linear(matrix: Tensor, like: nn.Linear) -> nn.Linear:
+def linear(matrix: Tensor, like: nn.Linear) -> Linear:
     """Returns a layer with weight and bias from `matrix` (out, in + 1).
 
     Dtype, device and requires_grad are taken from `like`. The layer has a bias if `like` has one.

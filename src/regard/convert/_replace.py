@@ -92,7 +92,7 @@ def regard_attention(model: nn.Module) -> Iterator[tuple[str, ...]]:
             set_implementation(hf_model, name)
 
 
-def _exchange(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+def _exchange(module: Any, old: type[nn.Module], new: type[nn.Module]) -> None:
     if type(module) is old:
         module.__class__ = new
 

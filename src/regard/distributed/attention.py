@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -58,7 +58,7 @@ class MultiheadAttention(CheckedModule, torch.nn.MultiheadAttention):
             embed_dim, num_heads, probability("dropout", dropout), bias, add_bias_kv, add_zero_attn, kdim,
             vdim, batch_first, device, dtype,
         )  # fmt: skip
-        self.out_proj.__class__ = Linear
+        self.out_proj.__class__ = Linear  # type: ignore[assignment]
         self.register_forward_pre_hook(no_fast_path)
 
     def forward(

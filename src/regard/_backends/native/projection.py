@@ -53,7 +53,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise_if_out_of_memory(error)
         raise
     _core.project(
-        DTYPES[x.dtype], rows.shape[0], depth, width, rows.data_ptr(), *rows.stride(), weight.data_ptr(),
-        weight.stride(0), address(bias), out.data_ptr(),
+        DTYPES[x.dtype], rows.shape[0], depth, width, rows.data_ptr(), rows.stride(0), rows.stride(1),
+        weight.data_ptr(), weight.stride(0), address(bias), out.data_ptr(),
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from .core import _core
 
 Repeated = Tensor | tuple[Tensor, Tensor] | Spec | None
 
-_exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an integer before torch 2.11
+_exchange: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an integer before torch 2.11
 _repeats = None
 if _core is not None and type(_exchange).__name__ == "PyCapsule":
     _repeats = _core.Repeats(_exchange, torch.empty_like, torch.empty_strided, torch.is_grad_enabled)
