@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._backends.dispatch import check_name, runs_kernels
 from .._backends.native import core
@@ -139,6 +138,8 @@ def _check_ring(method: str, impl: str, device: torch.device, dims: int) -> None
 
 
 def refuse_dtensors(**tensors: object) -> None:
+    from torch.distributed.tensor import DTensor  # imports SymPy
+
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise TypeError(
